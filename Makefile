@@ -96,8 +96,8 @@ LIMIT := $(if $(BUDGET),--budget $(BUDGET))
 # Compiled kernels are kept, because compiling them takes half a minute.
 test long: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 
-# So is bytecode: without it, each of the hundreds of processes would compile all modules.
-test long: export PYTHONDONTWRITEBYTECODE :=
+# So is bytecode: without it, each process would compile all modules of the repository.
+export PYTHONDONTWRITEBYTECODE :=
 
 test: $(READY) ## run the fast tests, five to ten minutes on two cores
 	@$(BIN)/python -m tests.core_seconds $(LIMIT) $(BIN)/python -m tests.parallel $(ARGS)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import GPT_SWITCHES, changed, small_recipe
+from tests.conftest import GPT_SWITCHES, changed, each_in_turn, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.prove.layouts import SCHEDULES
@@ -13,12 +13,6 @@ from threefold.prove.training import many_cases, start, train_step
 STAGES, MICRO_BATCHES, STEPS = 2, 8, 4
 EVERY = (1, 2, MICRO_BATCHES)  # micro-batches per reduction; 0 is ZeRO-1
 ROUNDING = 2e-4  # a twentieth of bf16's; a weight may be rounded the other way
-
-LONG = ("interleaved x 2", "zb-v")
-CASES = [
-    pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.exhaustive)
-    for name in SCHEDULES
-]
 
 
 def train_worker(corpus: str, schedule: str) -> dict[int, list[tuple[float, float]]]:
@@ -42,7 +36,7 @@ def train_worker(corpus: str, schedule: str) -> dict[int, list[tuple[float, floa
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each_in_turn(SCHEDULES))
 def test_zero2_rounds_like_zero1(name: str, corpus: Path) -> None:
     """With one reduction per step they add the same numbers in the same order."""
     trained = run_ranks(2 * STAGES, train_worker, str(corpus), name)[0]

@@ -292,13 +292,12 @@ VARIANTS = {
 QUICK = (
     "tensor, stages", "fp16", "zero-2", "zero-3, one micro-batch", "windows, sinks, two sequences",
 )  # fmt: skip
-LONG = ("zb-v, full, two stages",)
 IN_TURN = (  # long tests; the layouts that are named nowhere are exhaustive ones
     "sequence parallel, stages", "full by 2", "interleaved", "zb-v, tensor", "zero-2, stages",
     "context, tensor, stages", "experts, columns", "muon, experts", "norms of outputs",
-    "windows, ring", "latent, sequence parallel",
+    "windows, ring", "latent, sequence parallel", "zb-v, full, two stages",
 )  # fmt: skip
-assert set(QUICK + LONG + IN_TURN) <= set(VARIANTS)
+assert set(QUICK + IN_TURN) <= set(VARIANTS)
 RECIPES = {path: f"{path.parent.name}-{path.stem}" for path in CATALOGUE}
 LONG_RECIPES = ("llama-70b",)
 assert set(LONG_RECIPES) <= set(RECIPES.values())
@@ -307,13 +306,7 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
     """Return the marks of the test of a layout."""
-    if name in QUICK:
-        return []
-    return (
-        [pytest.mark.long]
-        if name in LONG
-        else in_turn_or_exhaustive(name, IN_TURN, pytest.mark.long)
-    )
+    return [] if name in QUICK else in_turn_or_exhaustive(name, IN_TURN, pytest.mark.long)
 
 
 def planned_job(path: Path, overrides: list[str]) -> tuple[Recipe, Job]:

@@ -9,7 +9,7 @@ import pytest
 import tomli_w
 
 from models.errors import UserError
-from tests.conftest import changed, small_recipe
+from tests.conftest import changed, long_in_turn, small_recipe
 from tests.sweep.faulty_sweep import FAKE_BEST_RATE
 from tests.sweep.sweeps import Sweep
 
@@ -141,7 +141,7 @@ def test_a_folder_of_a_layout_sweep_is_rejected(tmp_path: Path, corpus: Path) ->
         sweep.run_here(*GIVEN)
 
 
-@pytest.mark.long
+@long_in_turn(2)
 def test_real_ranks_train_and_measure_activations(tmp_path: Path, corpus: Path) -> None:
     options = ("--widths", "32,64", "--set", "optimizer.kind=adamw,muon", "--json")
     sweep = transfer(tmp_path, corpus, *options, fake=False)
