@@ -294,6 +294,7 @@ def test_an_earlier_file_survives_a_failed_write(
 def measurement_of(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterMeasurement:
     """Return a measurement that writes into a folder and measures nothing."""
     measured = measured_on(load_gpu("H100"), nodes=1, gpus_per_node=8)  # reads all datasheets
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # an H100 is not a CPU
     monkeypatch.setattr(datasheet, "FOLDER", folder)
     fitted = measured, fitted_gpu(load_gpu("H100"), measured, 8)
     monkeypatch.setattr(ClusterMeasurement, "_measure", lambda self, launcher: fitted)
@@ -448,8 +449,12 @@ def test_failures_of_ranks_leave_nothing_behind(copy: Path, fault: str, message:
         (["--nodes", "1,2"], "invalid number 1,2: expected 1 or more, such as 4"),
         (["--nodes", "2"], "use --nodes 1, or --hostfile FILE"),
         (["--gpu", "H1000"], 'gpu = "H1000" is not known; use one of'),
+        (["--gpu", "H100"], "unset DS_ACCELERATOR, or use --gpu cpu"),
     ],
 )
-def test_other_options_are_rejected(options: list[str], message: str) -> None:
+def test_other_options_are_rejected(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], message: str
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert message in rejection_of("sweep.py", "links", "mine", *options)
     assert not (FOLDER / "mine.toml").exists()

@@ -7,6 +7,7 @@ import re
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tomli_w
@@ -17,9 +18,11 @@ from models.errors import UserError
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from tests.sweep.sweeps import Sweep
-from threefold.config.loading import DEFAULT_RECIPE
+from threefold.config.loading import DEFAULT_RECIPE, load_recipe
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.sweep.choice import TrialRequest, choose
 from threefold.sweep.folder import SweepFolder
+from threefold.sweep.links.timing import measure_links
 from threefold.sweep.ranks import worker
 from threefold.sweep.ranks.rank import outcome_of
 from threefold.sweep.trial import Trial
@@ -77,6 +80,18 @@ def test_real_ranks_measure_layouts(tmp_path: Path) -> None:
     assert "can't allocate memory" in rows[trials[-1].key]["reason"]
     assert "Traceback" in results(sweep)[trials[-1].key]["log"]
     assert sorted(sweep.finished()) == sorted(trial.key for trial in trials[:-1])
+
+
+def test_a_cpu_is_not_measured_as_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank checks its own device: that of another node may be chosen there."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    cluster = {"nodes": 1, "gpus_per_node": 1, "gpu": "H100"}
+    recipe = load_recipe(write_recipe(tmp_path / "small.toml", cluster=cluster))
+    request, world = {"recipe": recipe.model_dump(mode="json")}, LaunchEnvironment()
+    with pytest.raises(UserError, match="H100 is the datasheet of a cuda device, and the ranks"):
+        worker.checked_recipe(request, world)
+    with pytest.raises(UserError, match="H100 is the datasheet of a cuda device, and the ranks"):
+        measure_links({"gpu": "H100", "precision": "bf16"}, world, mock.Mock())
 
 
 def live_bytes(folder: str, stages: list[int]) -> list[int]:

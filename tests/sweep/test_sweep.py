@@ -360,7 +360,10 @@ def test_other_trials_are_added(sweep: Sweep) -> None:
     assert "measured with steps = 5" in sweep.rejection("--steps", "9")
 
 
-def test_invalid_options_are_errors(sweep: Sweep, tmp_path: Path) -> None:
+def test_invalid_options_are_errors(
+    sweep: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     (tmp_path / "latin").write_bytes(b"n\xf6de1 slots=8\n")
     (tmp_path / "words").write_text("node1\n")
     for options, message in (
@@ -371,6 +374,7 @@ def test_invalid_options_are_errors(sweep: Sweep, tmp_path: Path) -> None:
         (["--launcher", "deepspeed"], "use --hostfile FILE"),
         (["--set", "layout.tensor=3"], "not divisible by layout.tensor = 3"),
         (["--nodes", "0"], "invalid number 0: expected 1 or more"),
+        (["--gpu", "H100"], "--gpu H100 is the datasheet of a cuda device, and the ranks run on"),
         (["--seconds-per-trial", "no"], "invalid duration no"),
     ):
         assert message in sweep.rejection(*options), options

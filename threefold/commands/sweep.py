@@ -34,6 +34,7 @@ from threefold.sweep.ranks.controller import (
     LocalLauncher,
     SlurmLauncher,
     WorkerLauncher,
+    check_workers,
 )
 from threefold.sweep.ranks.rank import run_rank
 from threefold.sweep.report import check_wandb, publish
@@ -112,7 +113,7 @@ def sweep(options: argparse.Namespace) -> int:
     launcher = launcher_of(options)
     choice = choose(request_of(options))
     for kind in {trial.workers for trial in choice.trials}:
-        launcher.check(kind)
+        check_workers(kind, launcher)
     if options.wandb:
         check_wandb(choice.trials)
 

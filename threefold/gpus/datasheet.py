@@ -94,6 +94,23 @@ def is_cpu(name: str) -> bool:
     return name.lower() == "cpu" or any(gpu.name == name and gpu.device == "cpu" for gpu in gpus())
 
 
+def check_device(name: str, device: str) -> None:
+    """Check that measurements on a kind of device may be recorded as those of a `cluster.gpu`.
+
+    Args:
+        device: as in `torch.device.type`
+
+    Raises:
+        UserError: the datasheet describes another kind of device.
+    """
+    described = "cpu" if is_cpu(name) else "cuda"
+    if device != described:
+        raise UserError(
+            f"--gpu {name} is the datasheet of a {described} device, and the ranks run on "
+            f"{device}; unset DS_ACCELERATOR, or use --gpu cpu"
+        )
+
+
 def gpus_of_name(name: str) -> list[Gpu]:
     """Return the GPUs that a name may mean which others have chosen, as in a published table.
 

@@ -118,6 +118,7 @@ def test_a_failed_trial_has_no_loss_until_it_is_retried(tmp_path: Path, corpus: 
         (("learning-rates", "--steps", "4"), "the training has 4 steps; use --steps 25"),
         (("learning-rates", "--rates", "0"), "0 is not a learning rate; use auto, or for example"),
         (("learning-rates", "--rates", "1e-3,1e-3"), "1e-3 is given twice"),
+        (("learning-rates", "--gpu", "H100"), "unset DS_ACCELERATOR, or use --gpu cpu"),
         (("learning-rates", "--halving"), "unrecognized arguments: --halving"),
         (("coordinates", "--steps", "3"), "use --widths 64,128,256"),
         (("", "--widths", "64"), "unrecognized arguments: --widths 64"),
@@ -125,8 +126,13 @@ def test_a_failed_trial_has_no_loss_until_it_is_retried(tmp_path: Path, corpus: 
     ],
 )
 def test_mistakes_are_found_before_any_process(
-    tmp_path: Path, corpus: Path, options: tuple[str, ...], message: str
+    tmp_path: Path,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    options: tuple[str, ...],
+    message: str,
 ) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     command, *others = options
     sweep = transfer(tmp_path, corpus, *others, command=command)
     assert message in sweep.rejection()

@@ -31,6 +31,7 @@ from threefold.sweep.ranks.controller import (
     WorkersAbandoned,
     WorkersFailed,
     WorkersFolder,
+    check_workers,
 )
 from threefold.sweep.trial import WorkerKind
 
@@ -88,7 +89,7 @@ class ClusterMeasurement:
             UserError: a rank has rejected the measurement.
             SweepStopped: the ranks have failed, or the datasheet cannot be written.
         """
-        launcher.check(self.kind)
+        check_workers(self.kind, launcher)
         measured, fitted = self._measure(launcher)
         text = fit.content(
             fitted, measured, name=self.name, source=self.source, nodes=self.kind.nodes,
@@ -143,7 +144,6 @@ class ClusterMeasurement:
         device = self.source.device
         links = {
             "gpu": self.source.name,
-            "device": device,
             "gpus_per_node": self.kind.gpus_per_node,
             "bytes": SIZES[device],
             "matmul_size": MATMUL_SIZE[device],

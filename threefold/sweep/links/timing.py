@@ -12,7 +12,7 @@ from deepspeed.accelerator import get_accelerator
 from models.errors import UserError
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.engine.build import DTYPES
-from threefold.gpus.datasheet import processor_name
+from threefold.gpus.datasheet import check_device, processor_name
 from threefold.runtime.cpu_matmuls import replace_slow_cpu_matmuls
 from threefold.runtime.processes import check_machine, gathered, on_gpu
 from threefold.runtime.timing import (
@@ -40,7 +40,7 @@ def measure_links(
     """Measure the device and the links of this world; collective.
 
     Args:
-        request: name and kind of the device, GPUs per node, bytes of the messages, precision and
+        request: name of the device, GPUs per node, bytes of the messages, precision and
             size of the matmul
         control: group of all ranks on the CPU
 
@@ -49,11 +49,7 @@ def measure_links(
     """
     check_machine(world, precision=request["precision"], compile=False, gpu=request["gpu"])
     device = torch.device(get_accelerator().current_device_name())
-    if device.type != request["device"]:
-        raise UserError(
-            f"--gpu {request['gpu']} is the datasheet of a {request['device']} device, and the "
-            f"ranks run on {device.type}; unset DS_ACCELERATOR, or use --gpu cpu"
-        )
+    check_device(request["gpu"], device.type)
     if device.type == "cpu" and request["precision"] != "fp32":  # as in training
         replace_slow_cpu_matmuls()
     size = request["matmul_size"]

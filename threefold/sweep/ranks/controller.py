@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from models.errors import UserError, reason_of
-from threefold.gpus.datasheet import is_cpu
+from threefold.gpus.datasheet import check_device, is_cpu
 from threefold.launch.hosts import read_hostfile
 from threefold.run_folder.lock import is_running, machine_id
 from threefold.runtime.launchers import random_port, start_ticks
@@ -135,6 +135,17 @@ class SlurmLauncher:
         processes = Processes(local=False)
         processes.start("srun", command, variables, files.launcher_log)
         return processes
+
+
+def check_workers(kind: WorkerKind, launcher: WorkerLauncher) -> None:
+    """Check workers before any process starts.
+
+    Raises:
+        UserError: the launcher cannot start them, or they would run on another kind of device.
+    """
+    launcher.check(kind)
+    if os.environ.get("DS_ACCELERATOR") == "cpu":  # which all ranks get
+        check_device(kind.gpu, "cpu")
 
 
 def first_host() -> str:

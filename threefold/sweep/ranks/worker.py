@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 
 from threefold.config.deepspeed_json import precision, read_deepspeed_json
 from threefold.config.loading import parse_recipe
@@ -21,6 +22,7 @@ from threefold.config.recipe import Recipe
 from threefold.data.dataset import TrainingData
 from threefold.engine.build import release
 from threefold.engine.engine import Engine
+from threefold.gpus.datasheet import check_device
 from threefold.prove.training import shared_groups, start
 from threefold.runtime.processes import check_machine, gathered, on_gpu, start_processes
 from threefold.sweep.breakdown import split_of_rank
@@ -104,6 +106,7 @@ def checked_recipe(request: dict[str, Any], world: LaunchEnvironment) -> Recipe:
         deterministic=recipe.training.deterministic,
         gpu=recipe.cluster.gpu,
     )
+    check_device(recipe.cluster.gpu, get_accelerator().device_name())
     return recipe
 
 

@@ -17,7 +17,7 @@ from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.data.corpus import check_document_starts, open_corpus
 from threefold.runtime.output import printer, stdout_for_json
-from threefold.sweep.ranks.controller import WorkerLauncher
+from threefold.sweep.ranks.controller import WorkerLauncher, check_workers
 from threefold.sweep.scheduler import Scheduler
 from threefold.sweep.width_transfer import report
 from threefold.sweep.width_transfer.coordinates import Check
@@ -151,7 +151,7 @@ def check_trials(trials: Sequence[TrainingTrial], launcher: WorkerLauncher) -> N
         UserError: ranks cannot be started, or a layout does not fit the ranks.
     """
     for kind in {trial.workers for trial in trials}:
-        launcher.check(kind)
+        check_workers(kind, launcher)
     for trial in trials:
         local = trial.cluster.gpus_per_node
         dims = trial.recipe.parallel_dims(
