@@ -334,7 +334,11 @@ def test_the_command_writes_the_page_without_torch(tmp_path: Path) -> None:
         (["{tmp}"], "is not a run folder"),
         (["{tmp}/run", "{tmp}/run"], "is given twice; name each run once"),
         (["{tmp}/run", "--gpu", "Z9"], 'gpu = "Z9" is not known; use one of'),
-        (["{tmp}/run", "--output", "{tmp}"], "cannot be written"),
+        (["{tmp}/run", "--output", "{tmp}"], "is a folder; use a file in it, such as "),
+        (["{tmp}/run", "--output", "."], "--output . is a folder; use a file in it"),
+        (["{tmp}/run", "--output", ""], "--output . is a folder; use a file in it"),
+        (["{tmp}/run", "--output", "/"], "such as /report.html"),
+        (["{tmp}/run", "--output", "{tmp}/run/recipe.toml/x"], "cannot be "),
         (["{tmp}/run", "--every", "0"], "--every 0 is not a time; use --every 5"),
         ([f"{{tmp}}/{number}" for number in range(40)], "40 runs are too many to tell apart"),
     ],
@@ -345,6 +349,23 @@ def test_a_mistake_ends_with_a_message(tmp_path: Path, arguments: list[str], mes
     assert done.returncode == 2
     assert done.stderr.startswith("report.py: ") and message in done.stderr
     assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_only_an_earlier_report_is_replaced(tmp_path: Path) -> None:
+    run, report = write_run(tmp_path / "run", range(1, 4)), tmp_path / "report.html"
+    report.touch()
+    for _ in range(2):
+        assert run_here(main, run, "--output", report).returncode == 0
+    page = report.read_text()
+    other = tmp_path / "other.html"
+    other.write_text("<!doctype html>\n<title>mine</title>\n")
+    for file in (run / "metrics.jsonl", other):
+        before = file.read_bytes()
+        done = run_here(main, run, "--output", file)
+        assert done.returncode == 2
+        assert f"--output {file} exists, and is not a report; use another file" in done.stderr
+        assert file.read_bytes() == before
+    assert report.read_text() == page and not list(tmp_path.rglob("*.incomplete"))
 
 
 def test_a_run_without_a_complete_step_is_a_warning(

@@ -7,7 +7,7 @@ from pathlib import Path
 from models.errors import UserError
 from threefold.gpus.datasheet import load_gpu
 from threefold.report.charts import MAX_RUNS
-from threefold.report.page import Watcher, Watching, render, serve
+from threefold.report.page import Watcher, Watching, is_report, render, serve
 from threefold.report.run_record import names_of, read_run
 from threefold.run_folder.json_lines import write_whole
 from threefold.runtime.exits import raise_at_interrupt
@@ -32,6 +32,7 @@ def report(options: argparse.Namespace) -> None:
     Raises:
         UserError: a run folder or an option is rejected.
     """
+    check_output(options.output)
     paths: list[Path] = options.runs
     if len(paths) > MAX_RUNS:
         raise UserError(f"{len(paths)} runs are too many to tell apart; use at most {MAX_RUNS}")
@@ -63,6 +64,25 @@ def report(options: argparse.Namespace) -> None:
         return
     serve(watcher, port=options.port, seconds=options.every)
     write(options.output, page())
+
+
+def check_output(output: Path) -> None:
+    """Check that a report may be written to a path.
+
+    Raises:
+        UserError: the path is that of a folder, or of a file that is not a report.
+    """
+    if output.is_dir():
+        raise UserError(
+            f"--output {output} is a folder; use a file in it, such as {output / 'report.html'}"
+        )
+    try:
+        if not output.exists() or (output.is_file() and is_report(output)):
+            return
+        reason = "exists, and is not a report"
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror})"
+    raise UserError(f"--output {output} {reason}; use another file, such as report.html")
 
 
 def write(output: Path, page: str) -> None:

@@ -472,6 +472,17 @@ def _own_file(name: str) -> str:
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
+def is_report(file: Path) -> bool:
+    """Return True if a file is a page of this module, or empty.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    start = _own_file("report.html").partition("{{")[0].encode()
+    with file.open("rb") as stream:
+        return stream.read(len(start)) in (start, b"")
+
+
 def _title(runs: Sequence[RunRecord]) -> str:
     names = [run.name for run in runs]
     return names[0] if len(names) == 1 else f"Comparison of {', '.join(names)}"
