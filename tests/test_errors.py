@@ -6,6 +6,7 @@ import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from models.errors import UserError, reason_of
 from recipes import pretrain
 from tests.conftest import changed, small_recipe
 from tests.ranks import start_ranks
+from threefold.commands import launch, report
 from threefold.config import optimization
 from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.config.recipe import Recipe
@@ -220,6 +222,29 @@ def test_spaces_around_the_value_of_set_are_explained(
         with pytest.raises(SystemExit, match="2"):
             parse()
         assert said.format(override[0]) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("module", "option", "durations"),
+    [
+        (experiment, "--wait-for-folder", ("-1", "nan", "inf", "long")),
+        (launch, "--wait-for-folder", ("-1", "nan", "inf", "long")),
+        (report, "--every", ("0", "-1", "nan", "inf", "long")),
+    ],
+)
+def test_a_duration_is_a_finite_time(
+    module: ModuleType,
+    option: str,
+    durations: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for duration in durations:
+        monkeypatch.setattr("sys.argv", ["command.py", "x", option, duration])
+        with pytest.raises(SystemExit, match="2"):
+            module.parse_command_line(None)
+        said = f"argument {option}: invalid duration {duration}: expected"
+        assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -339,7 +339,8 @@ def test_the_command_writes_the_page_without_torch(tmp_path: Path) -> None:
         (["{tmp}/run", "--output", ""], "--output . is a folder; use a file in it"),
         (["{tmp}/run", "--output", "/"], "such as /report.html"),
         (["{tmp}/run", "--output", "{tmp}/run/recipe.toml/x"], "cannot be "),
-        (["{tmp}/run", "--every", "0"], "--every 0 is not a time; use --every 5"),
+        (["{tmp}/run", "--every", "10"], "--every requires --watch"),
+        (["{tmp}/run", "--port", "0"], "--port requires --watch"),
         ([f"{{tmp}}/{number}" for number in range(40)], "40 runs are too many to tell apart"),
     ],
 )  # fmt: skip

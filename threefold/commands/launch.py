@@ -18,7 +18,7 @@ from threefold.launch.launcher import Launcher, say
 from threefold.launch.replanning import Replanner
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
-from threefold.runtime.command_line import add_overrides
+from threefold.runtime.command_line import add_overrides, seconds_to_wait
 from threefold.runtime.exits import BUSY, REJECTED, raise_at_interrupt
 from threefold.runtime.output import use_nonblocking_output
 
@@ -136,7 +136,7 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--wait-for-folder",
-        type=float,
+        type=seconds_to_wait,
         default=SECONDS_TO_WAIT,
         metavar="SECONDS",
         help="seconds to wait for the run folder's lock if its holder shows no sign of life; "

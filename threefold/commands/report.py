@@ -10,8 +10,11 @@ from threefold.report.charts import MAX_RUNS
 from threefold.report.page import Watcher, Watching, is_report, render, serve
 from threefold.report.run_record import names_of, read_run
 from threefold.run_folder.json_lines import write_whole
+from threefold.runtime.command_line import seconds
 from threefold.runtime.exits import raise_at_interrupt
 from threefold.runtime.output import escape_output
+
+DEFAULT_EVERY_SECONDS = 5.0
 
 
 def main(description: str | None = None) -> None:
@@ -38,8 +41,10 @@ def report(options: argparse.Namespace) -> None:
         raise UserError(f"{len(paths)} runs are too many to tell apart; use at most {MAX_RUNS}")
     if options.gpu is not None:
         load_gpu(options.gpu)
-    if not options.every > 0:
-        raise UserError(f"--every {options.every:g} is not a time; use --every 5")
+    for name in ("port", "every"):
+        if getattr(options, name) is not None and not options.watch:
+            raise UserError(f"--{name} requires --watch")
+    every = options.every or DEFAULT_EVERY_SECONDS
     names = names_of(paths)
 
     def page(version: str = "") -> str:
@@ -52,7 +57,7 @@ def report(options: argparse.Namespace) -> None:
                         f"report has no curves of this run",
                         file=sys.stderr,
                     )
-        watching = Watching(version, options.every) if version else None
+        watching = Watching(version, every) if version else None
         return render(runs, gpu=options.gpu, watching=watching)
 
     write(options.output, page())
@@ -62,7 +67,7 @@ def report(options: argparse.Namespace) -> None:
     if not watcher.is_running():
         print("no process holds a run folder, so there is nothing to watch")
         return
-    serve(watcher, port=options.port, seconds=options.every)
+    serve(watcher, port=options.port or 0, seconds=every)
     write(options.output, page())
 
 
@@ -128,9 +133,9 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
         "--watch", action="store_true",
         help="serve the report on this machine only, until the run ends",
     )  # fmt: skip
-    parser.add_argument("--port", type=int, default=0, help="port for --watch; default: a free one")
+    parser.add_argument("--port", type=int, help="port for --watch; default: a free one")
     parser.add_argument(
-        "--every", type=float, default=5.0, metavar="SECONDS",
-        help="how often --watch looks for new steps; default: %(default)g",
+        "--every", type=seconds, metavar="SECONDS",
+        help=f"how often --watch looks for new steps; default: {DEFAULT_EVERY_SECONDS:g}",
     )  # fmt: skip
     return parser.parse_args()

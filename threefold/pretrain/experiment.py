@@ -23,7 +23,7 @@ from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import machine_has_gpu
 from threefold.plan.job import Machine
 from threefold.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
-from threefold.runtime.command_line import add_overrides
+from threefold.runtime.command_line import add_overrides, seconds_to_wait
 from threefold.runtime.environment import check_accelerator
 from threefold.runtime.exits import BUSY, REJECTED, PortInUse, exit_now
 
@@ -170,7 +170,7 @@ def parse_command_line(description: str | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--wait-for-folder",
-        type=float,
+        type=seconds_to_wait,
         default=SECONDS_TO_WAIT,
         metavar="SECONDS",
         help="how long to wait for the run folder's lock if the run that holds it shows no sign of "

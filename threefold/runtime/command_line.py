@@ -197,3 +197,6 @@ failures_per_day = number_type(
     "more than 0 and up to 100,000 failures per day, such as 8",
 )
 seconds = number_type("duration", lambda duration: 0 < duration < 10**9, "seconds, such as 120")
+seconds_to_wait = number_type(
+    "duration", lambda duration: 0 <= duration < 10**9, "0 or more seconds, such as 300"
+)
