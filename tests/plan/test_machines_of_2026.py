@@ -1,5 +1,7 @@
 """Racks of GPUs, matmuls in 8 and 4 bits, and tables of runs that name their models."""
 
+import csv
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -11,6 +13,7 @@ from models.cost import parameter_count
 from models.errors import UserError
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.gpus.datasheet import gpus_of_name, load_gpu
+from threefold.plan.calibration import runs_table
 from threefold.plan.calibration.fit import Calibration, predict, summary
 from threefold.plan.calibration.published_names import model_of_name, stack_of
 from threefold.plan.calibration.runs_table import (
@@ -22,7 +25,7 @@ from threefold.plan.calibration.runs_table import (
 )
 from threefold.plan.job import Job, Machine, PlannedLayout, job_of, recipe_on_cluster
 from threefold.plan.memory.peak import GIB, fullest_stage, memory_of_stage
-from threefold.plan.software import FORMATS, Quantization, load_software, quantization_of
+from threefold.plan.software import FORMATS, Quantization, load_software, quantization_of, stacks
 from threefold.plan.time import block
 from threefold.plan.time.step import step_time
 
@@ -173,6 +176,36 @@ def test_a_damaged_table_is_rejected(tmp_path: Path) -> None:
         read_table(damaged)
     damaged.write_text("\n".join([header, first + ",,"]), "utf-8")
     assert len(read_table(damaged)) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("step_time", "step_time_s"), ("recomputation", "recompute"),
+        ("seq_paralel", "seq_parallel"), ("dataset", ""), ("hfu_pct", ""),
+    ],
+)  # fmt: skip
+def test_a_misspelt_column_is_rejected(tmp_path: Path, name: str, meant: str) -> None:
+    """A user may add columns, such as notes, that do not look like a column that is read."""
+    columns = read_cells(TABLE)[0]
+    value = columns.pop(meant, "none")
+    table = tmp_path / "runs.csv"
+    with table.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow([*columns, name])
+        writer.writerow([*columns.values(), value])
+    if not meant:
+        assert len(read_table(table)) == 1
+        return
+    with pytest.raises(UserError, match=f"unknown column '{name}'; did you mean {meant}\\?"):
+        read_table(table)
+
+
+def test_every_column_that_is_read_is_known() -> None:
+    source = Path(runs_table.__file__).read_text("utf-8")
+    read = set(re.findall(r'(?:cell|whole|positive|cells\.get)\(\s*"(\w+)"', source))
+    words = {column for stack in stacks() for column in stack.row_words}
+    assert len(read) > 40 and read | words <= runs_table.COLUMNS
 
 
 def test_a_stack_may_usually_overlap_exchanges() -> None:

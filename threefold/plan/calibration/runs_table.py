@@ -1,6 +1,7 @@
 """Tables of measured runs: each row describes a job and its measured time and memory."""
 
 import csv
+import difflib
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -193,8 +194,12 @@ class RowReader:
 
     def virtual_stages(self, pipeline: int) -> int:
         """Return the number of chunks of each stage."""
-        stated = pipeline > 1 and self.cell("vpp").lower() not in STATES_NOTHING
-        return self.whole("vpp") if stated else 1
+        if self.cell("vpp").lower() in STATES_NOTHING:
+            return 1
+        chunks = self.whole("vpp")
+        if pipeline == 1 and chunks > 1:
+            raise UserError(f"vpp = {chunks} with pp = 1")
+        return chunks
 
     def cell(self, key: str) -> str:
         """Return a cell; empty if there is no such column."""
@@ -605,15 +610,22 @@ class RowReader:
 # mem_gb excludes the memory of CUDA and NCCL. round_times_s has the step times of the rounds of a
 # sweep ("1.21 1.24 1.22"), which tell noise from differences. usable_for_time = 0 excludes a row's
 # time from the comparison. A number may be followed by words. A row with a cell that cannot be read
-# is skipped.
+# is skipped. Other columns, such as notes, are not read; those that look misspelt are rejected.
 
 SHAPE_COLUMNS = {"layers", "hidden", "heads", "ffn"}  # or `model`, the name of a known model
 REQUIRED_COLUMNS = {
     "row_id", "framework", "precision", "gpu", "gpus", "seq", "tp", "pp", "mbs", "gbs",
 }  # fmt: skip
-
-
 MEASUREMENTS = ("step_time_s", "mfu_pct", "mem_gb", "gpu_peak_tflops", "params_b")
+COLUMNS = {
+    *REQUIRED_COLUMNS, *SHAPE_COLUMNS, *MEASUREMENTS, *EXPERT_COLUMNS, *SWITCH_COLUMNS,
+    "release", "model", "arch", "kv_heads", "head_size", "vocab", "gpu_mem_gb", "gpus_per_node",
+    "intra_gbps_unidir", "inter_gbps_per_gpu", "attention_kernel", "vpp", "cp", "dp", "ep", "etp",
+    "ep_overlap", "cp_kind", "schedule", "layers_per_stage", "fsdp", "zero_stage", "seq_parallel",
+    "recompute", "recompute_interval", "oom", "mem_kind", "round_times_s", "usable_for_time",
+}  # fmt: skip
+# Columns of published tables that resemble others and are not read.
+UNREAD_COLUMNS = {"peak_tflops", "hfu_pct"}
 
 
 @dataclass(frozen=True)
@@ -656,11 +668,13 @@ def read_table(path: Path) -> list[MeasuredRow]:
     """Read all rows of a table.
 
     Raises:
-        UserError: the file is not a table, lacks a column, or has two of the same name.
+        UserError: the file is not a table, lacks a column, has two of the same name, or has one
+            whose name is misspelt.
     """
     if missing := missing_columns(path):
         columns = ", ".join(sorted(missing))
         raise UserError(f"{path}: missing columns: {columns}; it is not a table of runs")
+    check_names(path)
     return [read_row(cells) for cells in read_cells(path)]
 
 
@@ -708,6 +722,22 @@ def missing_columns(path: Path) -> set[str]:
     columns = columns_of(path)
     shape = set() if "model" in columns and not SHAPE_COLUMNS & columns else SHAPE_COLUMNS
     return (REQUIRED_COLUMNS | shape) - columns
+
+
+def check_names(path: Path) -> None:
+    """Check that no column looks like a misspelt one; other columns, such as notes, are not read.
+
+    Raises:
+        UserError: a column's name resembles that of a column that the table lacks.
+    """
+    columns = columns_of(path)
+    absent = sorted(COLUMNS - columns)
+    for name in sorted(columns - COLUMNS - UNREAD_COLUMNS):
+        if close := difflib.get_close_matches(name, absent, n=1, cutoff=0.7):
+            raise UserError(
+                f"{path}: unknown column {name!r}; did you mean {close[0]}? If not, give it a name "
+                f"that differs more, such as notes"
+            )
 
 
 def columns_of(path: Path) -> set[str]:
