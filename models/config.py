@@ -11,6 +11,7 @@ from models.errors import STRICT_SECTION, UserError, toml_value
 # Scaling of rotary positions, to continue training on longer sequences.
 
 MAX_SIZE = 2**24  # far beyond any model, so that a typing error is reported instead of a hang
+MAX_LAYERS = 10_000  # likewise; layers are counted one by one
 FP8_TILE = 128  # elements with one scale, and side of a block of a weight, in FP8
 SCALING_KEYS = {  # keys of each type besides `type` and `factor`
     "linear": (),
@@ -563,9 +564,10 @@ class ModelConfig:
             value = getattr(self, key, None)
             if field.type not in (int, int | None) or value is None:
                 continue
-            if not 1 <= value <= MAX_SIZE:
-                nearest = min(max(value, 1), MAX_SIZE)
-                raise UserError(f"{key} = {value} is not in 1 .. {MAX_SIZE}; use {key} = {nearest}")
+            most = MAX_LAYERS if key in ("layers", "base_layers") else MAX_SIZE
+            if not 1 <= value <= most:
+                nearest = min(max(value, 1), most)
+                raise UserError(f"{key} = {value} is not in 1 .. {most}; use {key} = {nearest}")
         check_rope_theta(self.rope_theta)
         for key in ("norm_epsilon", "initial_std"):
             if not 0 < getattr(self, key) <= MAX_SIZE:

@@ -373,7 +373,8 @@ def test_invalid_options_are_errors(
         (["--hostfile", str(tmp_path / "words")], "words, line 1: 'node1' is not a host; for ex"),
         (["--launcher", "deepspeed"], "use --hostfile FILE"),
         (["--set", "layout.tensor=3"], "not divisible by layout.tensor = 3"),
-        (["--nodes", "0"], "invalid number 0: expected 1 or more"),
+        (["--steps", "1000001"], "1000001: expected 1 to 1,000,000, for example 4"),
+        (["--nodes", "0"], "invalid number 0: expected 1 to 1,000,000"),
         (["--gpu", "H100"], "--gpu H100 is the datasheet of a cuda device, and the ranks run on"),
         (["--seconds-per-trial", "no"], "invalid duration no"),
     ):

@@ -139,14 +139,15 @@ def picture_file(text: str) -> Path:
     return path
 
 
-def count(text: str, most: int | None = None) -> int:
+def count(text: str, most: int = 10**6) -> int:
     """Parse a whole number of at least 1.
 
-    most: the largest number; None: a million, which only catches typing errors
+    most: the largest number; a million only catches typing errors
     """
-    if not text.isdecimal() or not 1 <= int(text) <= (most or 10**6):
-        expected = "1 or more, such as 4" if most is None else f"1 to {most}, for example 4"
-        raise argparse.ArgumentTypeError(f"invalid number {text}: expected {expected}")
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(
+            f"invalid number {text}: expected 1 to {most:,}, for example 4"
+        )
     return int(text)
 
 
