@@ -118,6 +118,20 @@ def test_a_relative_that_is_not_valid_with_the_overrides_has_the_reason() -> Non
         plan_family("model.heads=33")
 
 
+def test_settings_may_contradict_the_layouts_of_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The named command predicts the same layout, too."""
+    kept = [LLAMA / f"{size}.toml" for size in ("1b", "13b")]  # 13B: sequence parallelism of 2
+    monkeypatch.setattr(search_module, "recipes_in_repository", lambda: kept)
+    options = ["--days", "2000", "--set", "model.sequence_length=1001"]
+    done = run_plan("largest", str(LLAMA_7B), *SIZE, *options)
+    *_, last = done.stdout.splitlines()
+    assert "is llama-13b. To plan it: " in last and "no layout fits" not in done.stdout
+    command = shlex.split(last.partition("To plan it: ")[2])
+    best = json.loads(run_plan(*command[2:], "--json").stdout)["best"][0]
+    family = json.loads(run_plan("largest", str(LLAMA_7B), *SIZE, *options, "--json").stdout)
+    assert family["models"][-1]["best"]["layout"] == best["layout"]
+
+
 @pytest.mark.usefixtures("few_relatives")
 def test_a_model_that_does_not_fit_says_by_how_much() -> None:
     largest_member = plan_family(headroom=0.9)[-1]

@@ -182,7 +182,8 @@ def family_lines(
         yield f"No model of the family fits and trains its tokens in {days:g} days."
         return
     machine = f"--nodes {cluster.nodes} --gpus-per-node {cluster.gpus_per_node} --gpu {cluster.gpu}"
-    arguments = [_shown(found.path), *machine.split(), *options]
+    settings = [f"--set={setting}" for setting in found.settings]
+    arguments = [_shown(found.path), *machine.split(), *options, *settings]
     yield (
         f"The largest model that trains its tokens in {days:g} days is {found.recipe.name}. "
         f"To plan it: python recipes/plan.py {shlex.join(arguments)}"

@@ -460,12 +460,14 @@ class Member:
 
     Attributes:
         problem: reason for a missing plan, such as too little memory; empty with a plan
+        settings: values of --set that the recipe needs besides those of the family
     """
 
     path: Path
     recipe: Recipe
     plan: Plan | None
     problem: str = ""
+    settings: tuple[str, ...] = ()
 
     @property
     def days(self) -> float | None:
@@ -528,14 +530,28 @@ def members(
             precision.
     """
     machine = Machine.of_cluster(cluster, links)
-    size = {"nodes": cluster.nodes, "gpus_per_node": cluster.gpus_per_node}
+
+    def loaded(path: Path, settings: Sequence[str]) -> Recipe:
+        return recipe_on_cluster(
+            path, [*overrides, *settings], nodes=cluster.nodes,
+            gpus_per_node=cluster.gpus_per_node, gpu=cluster.gpu,
+        )[0]  # fmt: skip
 
     def planned(path: Path) -> Member:
-        recipe, _ = recipe_on_cluster(path, overrides, **size, gpu=cluster.gpu)
+        settings: tuple[str, ...] = ()
+        try:
+            recipe = loaded(path, settings)
+        except UserError as problem:
+            # The overrides may contradict the recipe's own layout, which the search replaces.
+            settings = ("layout={}",)
+            try:
+                recipe = loaded(path, settings)
+            except UserError:
+                raise problem from None
         job = calibrate(job_without_layout(recipe, machine, software))
         result = search(job, top=1, headroom=headroom)
         if result.plans:
-            return Member(path, recipe, result.plans[0])
+            return Member(path, recipe, result.plans[0], settings=settings)
         if result.nearest:
             reason = f"the closest needs {result.nearest[1]:.1f} GiB more per GPU"
         else:
