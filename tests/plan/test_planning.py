@@ -942,6 +942,8 @@ def test_the_command_plans_another_machine_and_writes_a_recipe_for_it(tmp_path: 
     assert rejected.returncode == 2 and "the file exists; use another name" in rejected.stderr
     with pytest.raises(UserError, match=r"folder .*/none does not exist; create it"):
         recipe_edits.check_file(tmp_path / "none" / "mine.toml")
+    with pytest.raises(UserError, match=r"name ends in \.toml; use .*/mine\.toml$"):
+        recipe_edits.check_file(tmp_path / "mine.txt")
     result = search_module.SearchResult(plans=[mock.Mock()])
     full = OSError(errno.ENOSPC, "No space left on device")
     with (
@@ -1048,6 +1050,11 @@ FORMS = {  # text of a recipe, options, and lines of the copy
         ),
         [f"phase.long.model.rope_scaling={SCALING}"],
         '= 512\nmodel.rope_scaling = {type = "linear", factor = 2.0}\nbatch =',
+    ),
+    "no end of the last line": (
+        TINY.rstrip(),
+        ['cluster={nodes=1, gpus_per_node=2, gpu="cpu"}'],
+        'tags = ["tiny"]\n\n[cluster]\nnodes = 1\n',
     ),
     "key that the file lacks": (TINY.replace("seed = 1234\n", ""), ["seed=3"], "seed = 3\n"),
 }

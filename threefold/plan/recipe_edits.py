@@ -137,6 +137,10 @@ def check_file(path: Path) -> None:
         raise UserError(f"--write {path}: {error.strerror}; use another name") from None
     if exists:
         raise UserError(f"--write {path}: the file exists; use another name")
+    if path.suffix != ".toml":
+        raise UserError(
+            f"--write {path}: a recipe's name ends in .toml; use {path.with_suffix('.toml')}"
+        )
     if not path.absolute().parent.is_dir():
         raise UserError(
             f"--write {path}: folder {path.absolute().parent} does not exist; create it"
@@ -205,7 +209,8 @@ def edited_text(source: Path, recipe: Recipe) -> str | None:
     if not source.is_file():
         return None
     try:
-        document = tomlkit.parse(source.read_text(encoding="utf-8-sig"))
+        # Without the end of its last line, no empty line would precede a new section.
+        document = tomlkit.parse(f"{source.read_text(encoding='utf-8-sig').rstrip()}\n")
         comments, _ = _cut_comments(document.body, (document.body, 0))
         _edit(
             document,

@@ -427,8 +427,11 @@ class SweepFolder:
             os.link(fresh, file)  # fails if another scheduler was first
         earlier = read_json(file) or {}
         if other := {key: value for key, value in earlier.items() if settings.get(key) != value}:
-            was = ", ".join(f"{key} = {value_text(value)}" for key, value in other.items())
-            now = ", ".join(f"{key} = {value_text(settings.get(key))}" for key in other)
+            new = {key: value for key, value in settings.items() if earlier.get(key) != value}
+            was, now = (
+                ", ".join(f"{key} = {value_text(value)}" for key, value in each.items())
+                for each in (other, new)
+            )
             self.close()
             raise UserError(
                 f"{self.path} has trials that were measured with {was}, which cannot be compared "
