@@ -13,6 +13,7 @@ import torch
 from tests.conftest import changed
 from tests.ranks import start_ranks
 from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.config.phases import PhasePlan
 from threefold.plan.job import Machine, job_of
 from threefold.plan.memory.peak import fullest_stage
 from threefold.plan.software import THREEFOLD
@@ -110,6 +111,25 @@ def test_the_alternative_needs_less_memory(file: str) -> None:
     assert 0.5 < other.slowdown < 3
     steps = [step_time(job_of(each, machine, THREEFOLD)).total for each in (smaller, recipe)]
     assert other.slowdown == pytest.approx(steps[0] / steps[1])
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_the_alternative_of_a_phase_changes_that_phase(recompute: str) -> None:
+    file = REPOSITORY / "recipes/tiny-phases.toml"
+    given = ["cluster.nodes=1", "cluster.gpus_per_node=4", "cluster.gpu=cpu",
+             f"layout.recompute={recompute}", "phase.long.batch.micro_sequences=8"]  # fmt: skip
+    whole = load_recipe(file, given)
+    assert whole.cluster is not None
+    machine = Machine.of_cluster(whole.cluster)
+    other = alternative(whole, machine, "long")
+    assert other is not None
+    assert all(option.startswith("phase.long.") for option in other.options)
+    phases = PhasePlan(load_recipe(file, [*given, *other.options]))
+    memory = fullest_stage(job_of(phases.recipe_of("long"), machine, THREEFOLD))
+    assert memory.total == pytest.approx(other.memory.total)
+    assert phases.recipe_of("first") == PhasePlan(whole).recipe_of("first")
+    for segment in phases.segments:
+        job_of(segment.recipe, machine, THREEFOLD)  # it is valid
 
 
 def test_without_an_alternative_more_hardware_is_suggested() -> None:

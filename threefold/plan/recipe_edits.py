@@ -65,10 +65,15 @@ def edits_in_phase(recipe: Recipe, plan: Plan, phase: str) -> dict[str, Any]:
     Args:
         recipe: the plain recipe of the phase
     """
-    prefix = "" if phase == FIRST_PHASE else f"phase.{phase}."
+    prefix = phase_prefix(phase)
     return {
         f"{prefix}{key}" if "." in key else key: value for key, value in edits(recipe, plan).items()
     }
+
+
+def phase_prefix(phase: str) -> str:
+    """Return what precedes a key of a phase in --set; empty for the steps before any [[phase]]."""
+    return "" if phase == FIRST_PHASE else f"phase.{phase}."
 
 
 def changes(recipe: Recipe, plan: Plan, phase: str = FIRST_PHASE) -> str:
@@ -84,7 +89,7 @@ def options_of(recipe: Recipe, plan: Plan, phase: str = FIRST_PHASE) -> list[str
     """
     options = []
     for key, value in edits_in_phase(recipe, plan, phase).items():
-        if value_of(recipe, key.removeprefix(f"phase.{phase}.")) != value:
+        if value_of(recipe, key.removeprefix(phase_prefix(phase))) != value:
             text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
             options.append(f"{key}={text}")
     return options

@@ -75,6 +75,11 @@ class Experiment:
         """The recipe with its phases."""
         return self.phase_plan.recipe
 
+    @property
+    def phase(self) -> str:
+        """The name of the phase that the ranks train."""
+        return next(each.phase for each in self.phase_plan.segments if each.recipe == self.recipe)
+
     def at(self, step: int) -> "Experiment":
         """Return the experiment in the phase of a step.
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from models.errors import UserError
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
+from threefold.config.sections import FIRST_PHASE
 from threefold.engine.engine import Engine
 from threefold.plan.job import Job, Machine, job_of
 from threefold.plan.memory.peak import (
@@ -22,7 +24,7 @@ from threefold.plan.memory.peak import (
     limit_after_shortage,
     memory_of_stage,
 )
-from threefold.plan.recipe_edits import options_of
+from threefold.plan.recipe_edits import accepted_in_every_step, options_of, phase_prefix
 from threefold.plan.search import search
 from threefold.plan.software import THREEFOLD
 from threefold.plan.time.step import step_time
@@ -111,16 +113,17 @@ class Alternative:
     slowdown: float
 
 
-def alternative(recipe: Recipe, machine: Machine) -> Alternative | None:
-    """Return the nearest layout that needs less memory.
+def alternative(whole: Recipe, machine: Machine, phase: str = FIRST_PHASE) -> Alternative | None:
+    """Return the nearest layout of a phase that needs less memory, and is valid in the whole run.
 
     Args:
-        recipe: the recipe in the layout that ran out of memory
+        whole: the recipe with all phases, of which `phase` ran out of memory
 
     Returns:
         The same layout with more recomputation if that saves enough memory. Otherwise the layout
         with the fewest changed settings, the fastest on a tie. None if no layout saves enough.
     """
+    recipe = PhasePlan(whole).recipe_of(phase)
     job = job_of(recipe, machine, THREEFOLD)
     own = fullest_stage(job)
     limit = limit_after_shortage(own)
@@ -131,13 +134,17 @@ def alternative(recipe: Recipe, machine: Machine) -> Alternative | None:
         changed = replace(job, layout=replace(job.layout, recompute=recompute))
         memory = fullest_stage(changed)
         if recompute != job.layout.recompute and memory.total <= limit:
-            options = [f"layout.recompute={recompute}"]
+            options = [f"{phase_prefix(phase)}layout.recompute={recompute}"]
             return Alternative(options, memory, _slowdown(job, changed))
-    candidates = search(job, MAX_CANDIDATES, headroom=headroom).plans
-    if not candidates:
+    accepts = accepted_in_every_step(whole, machine, THREEFOLD, phase)
+    candidates = sorted(
+        search(job, MAX_CANDIDATES, headroom=headroom).plans,
+        key=lambda plan: (len(options_of(recipe, plan, phase)), plan.time.total),
+    )
+    best = next(filter(accepts, candidates), None)
+    if best is None:
         return None
-    best = min(candidates, key=lambda plan: (len(options_of(recipe, plan)), plan.time.total))
-    return Alternative(options_of(recipe, best), best.memory, _slowdown(job, best.job))
+    return Alternative(options_of(recipe, best, phase), best.memory, _slowdown(job, best.job))
 
 
 def _slowdown(own: Job, other: Job) -> float:
@@ -239,7 +246,7 @@ def details(experiment: Experiment, engine: Engine | None) -> list[str]:
         if machine is None:
             return [*lines, f"  no prediction: threefold/gpus/datasheets/ has no {driver_name()}"]
         memory = memory_of_stage(job_of(recipe, machine, THREEFOLD), stage)
-        other = alternative(recipe, machine)
+        other = alternative(experiment.whole_recipe, machine, experiment.phase)
     except UserError as problem:  # the planner rejects what the engine accepts
         return [*lines, f"  no prediction: {problem}"]
     predicted = f"  predicted: {predicted_text(memory)} of {machine.gpu.memory_gib:.1f} GiB"
