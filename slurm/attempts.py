@@ -19,6 +19,7 @@ from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import published, step_of
 from threefold.run_folder.json_lines import LineFile
+from threefold.runtime.command_line import file_path
 from threefold.runtime.exits import REJECTED, UNFIT
 
 EXCLUDE = """
@@ -33,9 +34,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("code", type=int, help="exit code of pretrain.py")
-    parser.add_argument("recipe", type=Path)
+    parser.add_argument("recipe", type=file_path)
     parser.add_argument("--set", action="append", default=[])
-    parser.add_argument("--run-dir", type=Path)
+    parser.add_argument("--run-dir", type=file_path)
     for name in ("--resume", "--resume-once", "--wait-for-folder"):
         parser.add_argument(name, help="ignored; for pretrain.py")
     options = parser.parse_args()

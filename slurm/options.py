@@ -16,6 +16,7 @@ import argparse
 from models.errors import UserError
 from threefold.config.loading import load_recipe, origin
 from threefold.config.parallel_dims import LaunchEnvironment
+from threefold.runtime.command_line import file_path, filled
 from threefold.runtime.exits import REJECTED
 
 
@@ -24,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("recipe", type=Path, help="TOML file, as for pretrain.py")
+    parser.add_argument("recipe", type=file_path, help="TOML file, as for pretrain.py")
     parser.add_argument(
         "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for pretrain.py"
     )
@@ -34,7 +35,7 @@ def main() -> None:
         help="also request cluster.spare_nodes, and keep the job when a node dies",
     )
     for name in ("--run-dir", "--resume", "--resume-once", "--wait-for-folder"):
-        parser.add_argument(name, help="ignored; for pretrain.py")
+        parser.add_argument(name, type=filled, help="ignored; for pretrain.py")
     options = parser.parse_args()
     try:
         print(" ".join(sbatch_options(options.recipe, options.set, elastic=options.elastic)))

@@ -207,6 +207,35 @@ def test_every_command_catches_user_errors_in_its_main_function(command: str) ->
 
 @pytest.mark.parametrize(
     "command",
+    [
+        *("pretrain --run-dir", "pretrain --resume", "launch --run-dir", "sweep --sweep-dir"),
+        *("sweep lr --sweep-dir", "convert to-hf run", "convert average run --output"),
+        *("prepare_data --tokenizer", "prepare_data --source", "prepare_data --validation-split"),
+        *("prepare_data show --run-dir", "generate", "report", "plan --write"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, *words = command.split()
+    parse: Callable[[], object] = functools.partial(experiment.parse_command_line, None)
+    if name != "pretrain":
+        parse = functools.partial(importlib.import_module(f"threefold.commands.{name}").main, "")
+    monkeypatch.setattr("sys.argv", [f"{name}.py", *words, ""])
+    with pytest.raises(SystemExit, match="2"):
+        parse()
+    assert "the text is empty; give a value, or omit the option" in capsys.readouterr().err
+
+
+def test_every_option_that_names_a_file_rejects_an_empty_text() -> None:
+    for path, tree in sources():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.keyword) and node.arg == "type":
+                assert ast.unparse(node.value) != "Path", f"{path}: use file_path"
+
+
+@pytest.mark.parametrize(
+    "command",
     ["plan", "prove", "sweep", "launch", "prepare_data show", "convert reshape", "pretrain"],
 )
 def test_spaces_around_the_value_of_set_are_explained(

@@ -168,6 +168,40 @@ def test_a_folder_of_checkpoints_that_is_not_there_is_named(tmp_path: Path) -> N
         folder.hold()
 
 
+@pytest.mark.parametrize(
+    ("names", "is_accepted"),
+    [
+        (["manifest.json", "train.bin"], False),
+        (["tiny.toml", "llama/7b.toml"], False),
+        (["job.log", "lock", "notes.md"], False),
+        (["step-0000200/manifest.json"], False),  # the folder of checkpoints
+        ([], True),
+        (["lock", "lock.exclusive", "attempts.jsonl", "hang-at-start/stacks.txt"], True),
+        (["slurm-tiny-1.log", "nohup.out", "logs/1-rank0.log"], True),
+        (["lock", "recipe.toml.incomplete"], True),
+        (["lease", "launched.toml", "notes.md"], True),
+        (["events.jsonl", "notes.md"], True),
+        (["checkpoints/step-0000200/manifest.json"], True),
+    ],
+)
+def test_only_a_run_or_an_empty_folder_becomes_a_run_folder(
+    names: Sequence[str], is_accepted: bool, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    before = sorted(tmp_path.rglob("*"))
+    folder = RunFolder(tmp_path)
+    if is_accepted:
+        folder.hold()
+        folder.release()
+        return
+    for hold in (folder.hold, folder.check_unused):
+        with pytest.raises(UserError, match=r"is not a run folder: it contains .* use --run-dir"):
+            hold()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 @pytest.mark.parametrize("has_flock", [True, False])
 @pytest.mark.parametrize(
     ("before", "written", "left"),

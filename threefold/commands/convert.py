@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import tomli_w
 
 from models.errors import UserError, a_few
-from threefold.runtime.command_line import add_overrides, count
+from threefold.runtime.command_line import add_overrides, count, file_path
 from threefold.runtime.exits import REJECTED, raise_at_interrupt
 from threefold.runtime.output import escape_output, progress_lines
 
@@ -250,11 +250,11 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
         required=True, metavar="to-hf | from-hf | import | average | reshape | recipe"
     )
     export_parser = commands.add_parser("to-hf", help="checkpoint -> transformers")
-    export_parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
+    export_parser.add_argument("checkpoint", type=file_path, help="a checkpoint or a run folder")
     export_parser.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32"
     )
-    export_parser.add_argument("--tokenizer", type=Path, help="default: the recipe's")
+    export_parser.add_argument("--tokenizer", type=file_path, help="default: the recipe's")
     export_parser.add_argument("--prompt", help="print a continuation of this text")
     export_parser.add_argument(
         "--averaged", action="store_true", help="the average of the weights (optimizer.average)"
@@ -263,24 +263,24 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     import_parser = commands.add_parser(
         "from-hf", help="transformers -> a checkpoint to start from"
     )
-    import_parser.add_argument("folder", type=Path, help="written by save_pretrained")
+    import_parser.add_argument("folder", type=file_path, help="written by save_pretrained")
     import_parser.set_defaults(command=from_hf)
     foreign_parser = commands.add_parser(
         "import", help="Megatron-LM, Megatron-DeepSpeed or GPT-NeoX -> a checkpoint"
     )
     foreign_parser.add_argument(
-        "checkpoint", type=Path, help="a folder of checkpoints, or that of an iteration"
+        "checkpoint", type=file_path, help="a folder of checkpoints, or that of an iteration"
     )
     foreign_parser.add_argument(
         "--config",
-        type=Path,
+        type=file_path,
         nargs="+",
         default=[],
         metavar="FILE",
         help="configuration of the run; default: the settings in the checkpoint",
     )
     foreign_parser.add_argument(
-        "--recipe", type=Path, metavar="FILE", help="recipe to write; default: print it"
+        "--recipe", type=file_path, metavar="FILE", help="recipe to write; default: print it"
     )
     foreign_parser.add_argument(
         "--weights-only", action="store_true", help="leave out the optimizer's state"
@@ -292,15 +292,18 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     foreign_parser.set_defaults(command=import_command)
     average_parser = commands.add_parser("average", help="mean of the weights of several saves")
     average_parser.add_argument(
-        "sources", type=Path, nargs="+", help="a run folder with --last, or two or more checkpoints"
+        "sources",
+        type=file_path,
+        nargs="+",
+        help="a run folder with --last, or two or more checkpoints",
     )
     average_parser.add_argument(
         "--last", type=count, metavar="N", help="average the newest N checkpoints of the run"
     )
-    average_parser.add_argument("--output", type=Path, required=True, help="folder to write")
+    average_parser.add_argument("--output", type=file_path, required=True, help="folder to write")
     average_parser.set_defaults(command=average_command)
     reshape_parser = commands.add_parser("reshape", help="checkpoint -> another layout")
-    reshape_parser.add_argument("checkpoint", type=Path, help="a checkpoint or a run folder")
+    reshape_parser.add_argument("checkpoint", type=file_path, help="a checkpoint or a run folder")
     reshape_parser.add_argument("--ranks", type=count, required=True, help="in the new layout")
     add_overrides(reshape_parser)
     reshape_parser.set_defaults(command=reshape_command)
@@ -309,12 +312,14 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     )
     recipe_parser.add_argument(
         "files",
-        type=Path,
+        type=file_path,
         nargs="+",
         help="GPT-NeoX or nanotron YAML, a Megatron script or argument list, torchtitan TOML, or "
         "a config.json of transformers",
     )
-    recipe_parser.add_argument("--output", type=Path, help="recipe to write; default: print it")
+    recipe_parser.add_argument(
+        "--output", type=file_path, help="recipe to write; default: print it"
+    )
     recipe_parser.add_argument(
         "--ranks", type=count, metavar="N", help="GPUs, if the source's batch depends on them"
     )
@@ -322,7 +327,7 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     recipe_parser.set_defaults(command=recipe_command)
     for subparser in (export_parser, import_parser, foreign_parser, average_parser, reshape_parser):
         if subparser is not average_parser:  # which takes several folders to read
-            subparser.add_argument("output", type=Path, help="folder to write")
+            subparser.add_argument("output", type=file_path, help="folder to write")
         subparser.add_argument(
             "--overwrite", action="store_true", help="replace an unchanged earlier output"
         )

@@ -4,10 +4,9 @@ import argparse
 import io
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from models.errors import UserError
-from threefold.runtime.command_line import count, number_type
+from threefold.runtime.command_line import count, file_path, number_type
 from threefold.runtime.exits import REJECTED, one_interrupt
 from threefold.runtime.output import escape_output
 
@@ -95,14 +94,14 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "model", type=Path, help="run folder, checkpoint, or folder of an exported model"
+        "model", type=file_path, help="run folder, checkpoint, or folder of an exported model"
     )
     parser.add_argument("--prompt", help="text to continue; default: read prompts")
     parser.add_argument(
         "--chat", action="store_true", help="answer prompts in the tokenizer's chat template"
     )
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="FOLDER",
+        "--tokenizer", type=file_path, metavar="FOLDER",
         help="folder of the tokenizer; default: that of the run or the exported model",
     )  # fmt: skip
     parser.add_argument(

@@ -7,7 +7,6 @@ import signal
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 from models.errors import UserError
 from threefold.config.loading import REPOSITORY, origin
@@ -18,7 +17,7 @@ from threefold.launch.launcher import Launcher, say
 from threefold.launch.replanning import Replanner
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
-from threefold.runtime.command_line import add_overrides, seconds_to_wait
+from threefold.runtime.command_line import add_overrides, file_path, filled, seconds_to_wait
 from threefold.runtime.exits import BUSY, REJECTED, raise_at_interrupt
 from threefold.runtime.output import use_nonblocking_output
 
@@ -106,10 +105,10 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("recipe", type=Path, help="recipe to train")
+    parser.add_argument("recipe", type=file_path, help="recipe to train")
     parser.add_argument(
         "--hostfile",
-        type=Path,
+        type=file_path,
         metavar="FILE",
         help='hosts, one per line: "node1 slots=8"; default: the nodes of this Slurm job',
     )
@@ -122,6 +121,7 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     add_overrides(parser, "override a key for this run, as for pretrain.py; repeatable")
     parser.add_argument(
         "--resume",
+        type=filled,
         default="auto",
         metavar="auto|CHECKPOINT",
         help="auto (default): resume from the newest checkpoint, or start at step 1 if there is "
@@ -154,5 +154,7 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
         action="store_true",
         help="use nodes again that earlier starts of this run have left out, after a repair",
     )
-    parser.add_argument("--run-dir", type=Path, help="default: runs/ and the name in the recipe")
+    parser.add_argument(
+        "--run-dir", type=file_path, help="default: runs/ and the name in the recipe"
+    )
     return parser.parse_args()

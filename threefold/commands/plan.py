@@ -7,7 +7,6 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from models.errors import UserError
@@ -49,6 +48,7 @@ from threefold.runtime.command_line import (
     add_overrides,
     duration_in_days,
     failures_per_day,
+    file_path,
     imbalance,
     latency_in_microseconds,
     link_rate,
@@ -361,7 +361,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     )
     output.add_argument(
         "--write",
-        type=Path,
+        type=file_path,
         metavar="TOML",
         help="write a copy of the recipe with layout 1 of the list",
     )
@@ -398,7 +398,7 @@ def add_family_options(parser: argparse.ArgumentParser) -> None:
 
 def add_table_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the comparison with measured runs."""
-    parser.add_argument("table", type=Path, metavar="CSV", help="a .csv, or a folder of them")
+    parser.add_argument("table", type=file_path, metavar="CSV", help="a .csv, or a folder of them")
     add_calibration(parser)
     parser.add_argument(
         "--scatter", type=picture_file, metavar="PICTURE",
@@ -416,7 +416,7 @@ def add_table_options(parser: argparse.ArgumentParser) -> None:
 def add_recipe(parser: argparse.ArgumentParser) -> None:
     """Add the recipe and --set."""
     parser.add_argument(
-        "recipe", nargs="?", type=Path, default=DEFAULT_RECIPE,
+        "recipe", nargs="?", type=file_path, default=DEFAULT_RECIPE,
         help="recipe to plan (default: recipes/tiny.toml)",
     )  # fmt: skip
     add_overrides(parser, "change a key of the recipe, such as layout.tensor=4; repeatable")
@@ -451,7 +451,7 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
 def add_calibration(parser: argparse.ArgumentParser) -> None:
     """Add --calibrate."""
     parser.add_argument(
-        "--calibrate", type=Path, metavar="CSV",
+        "--calibrate", type=file_path, metavar="CSV",
         help="adjust the predictions to measured runs of the same cluster, such as sweep.csv",
     )  # fmt: skip
 

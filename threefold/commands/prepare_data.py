@@ -19,7 +19,7 @@ from threefold.data.manifest import few_tokens, lost_manifest, read_manifest
 from threefold.prepare_data.documents import BLANK, PROBLEM_KINDS
 from threefold.prepare_data.workspace import clear_workspace, full_disk_explained, lock_workspace
 from threefold.run_folder.json_lines import flush
-from threefold.runtime.command_line import add_overrides
+from threefold.runtime.command_line import add_overrides, file_path, filled
 from threefold.runtime.exits import REJECTED, raise_at_interrupt
 from threefold.runtime.output import escape_output
 
@@ -225,12 +225,12 @@ def tell(manifest: dict[str, Any], output: Path) -> None:
 def show(arguments: list[str]) -> None:
     """Print the documents and tokens that a step of a recipe reads."""
     parser = argparse.ArgumentParser(prog="prepare_data.py show", description=show.__doc__)
-    parser.add_argument("recipe", type=Path, help="TOML file, as for pretrain.py")
+    parser.add_argument("recipe", type=file_path, help="TOML file, as for pretrain.py")
     parser.add_argument("--step", type=int, required=True, help="number of the step, from 1")
     parser.add_argument(
         "--text", action="store_true", help="also print the beginning of each window's text"
     )
-    parser.add_argument("--run-dir", type=Path, help="run folder (default: runs/NAME)")
+    parser.add_argument("--run-dir", type=file_path, help="run folder (default: runs/NAME)")
     add_overrides(parser)
     options = parser.parse_args(arguments)
     recipe = load_recipe(options.recipe, options.set)
@@ -251,7 +251,7 @@ def show(arguments: list[str]) -> None:
 def verify(arguments: list[str]) -> None:
     """Compare a corpus with the SHA-256s of its manifest; exit code 1 if anything differs."""
     parser = argparse.ArgumentParser(prog="prepare_data.py verify", description=verify.__doc__)
-    parser.add_argument("corpus", type=Path, help="folder, relative to the repository's root")
+    parser.add_argument("corpus", type=file_path, help="folder, relative to the repository's root")
     options = parser.parse_args(arguments)
     from threefold.prepare_data.corpus import find_damages
 
@@ -312,27 +312,29 @@ def parse_command_line(arguments: list[str], description: str | None = None) -> 
 def add_source_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the text to read."""
     parser.add_argument(
-        "--source", nargs="+", default=["stdlib"],
+        "--source", type=filled, nargs="+", default=["stdlib"],
         help='"stdlib"; files, folders or patterns, relative to the current folder (.jsonl, '
         ".ndjson, .json, .parquet, .txt, .tokens, .raw, .arrow or .csv; text formats also .gz, "
         ".bz2 or .zst); folders written by save_to_disk; datasets of the Hugging Face hub",
     )  # fmt: skip
-    parser.add_argument("--config", help="configuration of the hub dataset")
-    parser.add_argument("--split", default="train", help="split of the dataset (default: train)")
+    parser.add_argument("--config", type=filled, help="configuration of the hub dataset")
     parser.add_argument(
-        "--validation-source", nargs="+", metavar="SOURCE",
+        "--split", type=filled, default="train", help="split of the dataset (default: train)"
+    )
+    parser.add_argument(
+        "--validation-source", type=filled, nargs="+", metavar="SOURCE",
         help="validation part of a corpus with an official split, named as for --source; "
         "--source is then the training part",
     )  # fmt: skip
     parser.add_argument(
-        "--validation-split", metavar="SPLIT",
+        "--validation-split", type=filled, metavar="SPLIT",
         help="split of the dataset that is the validation part, for example validation",
     )  # fmt: skip
     parser.add_argument(
         "--streaming", action="store_true", help="stream the dataset without storing it"
     )
     parser.add_argument(
-        "--column", default="text", help="column that holds the text (default: text)"
+        "--column", type=filled, default="text", help="column that holds the text (default: text)"
     )
     parser.add_argument(
         "--text-is", choices=("line", "file"), default="line",
@@ -343,11 +345,12 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
 def add_corpus_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the corpus to write, and of the processes that write it."""
     parser.add_argument(
-        "--output", default="data/stdlib",
+        "--output", type=filled, default="data/stdlib",
         help="folder to write, relative to the repository's root (default: data/stdlib)",
     )  # fmt: skip
     parser.add_argument(
         "--tokenizer",
+        type=filled,
         help="name on the hub, or a folder relative to the repository's root; without it, a "
         "tokenizer is trained",
     )

@@ -40,7 +40,7 @@ from threefold.prove.naming import Cause, find_cause
 from threefold.prove.ranks import run_cases
 from threefold.prove.report import CaseResult, as_json, as_text, describe, relay_as_text, summary
 from threefold.prove.shrink import larger_micro_batch, shrink, write_corpus
-from threefold.runtime.command_line import add_json, add_overrides, count, picture_file
+from threefold.runtime.command_line import add_json, add_overrides, count, file_path, picture_file
 from threefold.runtime.output import escape_output, stdout_for_json
 
 SECONDS_PER_LAYOUT = 300  # a layout that takes longer counts as hanging
@@ -335,7 +335,11 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "recipe", nargs="?", type=Path, default=DEFAULT_RECIPE, help="default: recipes/tiny.toml"
+        "recipe",
+        nargs="?",
+        type=file_path,
+        default=DEFAULT_RECIPE,
+        help="default: recipes/tiny.toml",
     )
     parser.add_argument(
         "--phase", metavar="NAME", help="phase of the recipe to prove; default: the first one"

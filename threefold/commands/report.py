@@ -10,7 +10,7 @@ from threefold.report.charts import MAX_RUNS
 from threefold.report.page import Watcher, Watching, is_report, render, serve
 from threefold.report.run_record import names_of, read_run
 from threefold.run_folder.json_lines import write_whole
-from threefold.runtime.command_line import seconds
+from threefold.runtime.command_line import file_path, seconds
 from threefold.runtime.exits import raise_at_interrupt
 from threefold.runtime.output import escape_output
 
@@ -108,7 +108,7 @@ def write(output: Path, page: str) -> None:
 
 def html_file(name: str) -> Path:
     """Return a path, with .html added for browsers if its name has no suffix."""
-    path = Path(name)
+    path = file_path(name)
     return path if path.suffix or path.is_dir() else path.with_name(f"{path.name}.html")
 
 
@@ -118,7 +118,7 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="run folder, such as runs/tiny"
+        "runs", nargs="+", type=file_path, metavar="RUN", help="run folder, such as runs/tiny"
     )
     parser.add_argument(
         "--output", type=html_file, default=Path("report.html"), metavar="FILE",

@@ -19,6 +19,7 @@ from threefold.runtime.command_line import (
     add_overrides,
     count,
     counts,
+    file_path,
     number,
     parse_subcommand,
     seconds,
@@ -313,7 +314,7 @@ def add_sweep_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_folder_options(measuring, "hung, crashed or were rejected")
     add_launcher_options(measuring)
-    parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)  # set by our launchers
+    parser.add_argument("--rank-of", type=file_path, help=argparse.SUPPRESS)  # set by our launchers
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
 
 
@@ -353,7 +354,7 @@ def add_link_options(parser: argparse.ArgumentParser) -> None:
 def add_recipes(parser: argparse.ArgumentParser) -> None:
     """Add the recipes."""
     parser.add_argument(
-        "recipes", nargs="*", type=Path, default=[DEFAULT_RECIPE], metavar="recipe",
+        "recipes", nargs="*", type=file_path, default=[DEFAULT_RECIPE], metavar="recipe",
         help="recipes to measure (default: recipes/tiny.toml)",
     )  # fmt: skip
 
@@ -388,7 +389,7 @@ def add_width_options(parser: argparse.ArgumentParser) -> None:
 def add_folder_options(group: Options, failures: str) -> None:
     """Add the folder of the results and --retry, which repeats these failures."""
     group.add_argument(
-        "--sweep-dir", type=Path, help="folder of the results (default: runs/sweeps/NAME)"
+        "--sweep-dir", type=file_path, help="folder of the results (default: runs/sweeps/NAME)"
     )
     group.add_argument(
         "--retry", action="store_true",
@@ -406,7 +407,7 @@ def add_launcher_options(group: Options) -> None:
         "--launcher", choices=("local", "deepspeed", "srun"),
         help="default: deepspeed with --hostfile, srun in a Slurm allocation, otherwise local",
     )  # fmt: skip
-    group.add_argument("--hostfile", type=Path, help="hosts for deepspeed: node1 slots=8 ...")
+    group.add_argument("--hostfile", type=file_path, help="hosts for deepspeed: node1 slots=8 ...")
     add_json(group)
 
 

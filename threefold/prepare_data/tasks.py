@@ -17,7 +17,7 @@ from threefold.data.tasks import read_items
 from threefold.data.token_file import TokenFile
 from threefold.prepare_data.tokenization import fast_tokenizer
 from threefold.run_folder.json_lines import write_whole
-from threefold.runtime.command_line import count
+from threefold.runtime.command_line import count, filled
 
 CONTEXT_LINES = 8  # at most, in a prompt
 CHOICES = 4
@@ -250,11 +250,15 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("kind", choices=[*MAKERS, "samples"], help="kind of the task, see above")
     parser.add_argument(
         "source",
+        type=filled,
         help="folder of a corpus, relative to the repository's root; for samples, a file, relative "
         "to the current folder",
     )
     parser.add_argument(
-        "--output", required=True, help="file to write, relative to the repository's root"
+        "--output",
+        type=filled,
+        required=True,
+        help="file to write, relative to the repository's root",
     )
     parser.add_argument(
         "--items",

@@ -23,7 +23,7 @@ from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import machine_has_gpu
 from threefold.plan.job import Machine
 from threefold.run_folder.lock import SECONDS_TO_WAIT, FolderInUse
-from threefold.runtime.command_line import add_overrides, seconds_to_wait
+from threefold.runtime.command_line import add_overrides, file_path, filled, seconds_to_wait
 from threefold.runtime.environment import check_accelerator
 from threefold.runtime.exits import BUSY, REJECTED, PortInUse, exit_now
 
@@ -152,7 +152,7 @@ def parse_command_line(description: str | None) -> argparse.Namespace:
     parser.add_argument(
         "recipe",
         nargs="?",
-        type=Path,
+        type=file_path,
         default=DEFAULT_RECIPE,
         help="recipe to train; default: recipes/tiny.toml",
     )
@@ -161,6 +161,7 @@ def parse_command_line(description: str | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--resume",
+        type=filled,
         default="auto",
         metavar="auto|never|CHECKPOINT",
         help="auto (default): resume from the newest checkpoint, or start at step 1 if there is "
@@ -181,7 +182,9 @@ def parse_command_line(description: str | None) -> argparse.Namespace:
         help="how long to wait for the run folder's lock if the run that holds it shows no sign of "
         "life, for example because its node has died; default: %(default)s",
     )
-    parser.add_argument("--run-dir", type=Path, help="default: runs/ and the name in the recipe")
+    parser.add_argument(
+        "--run-dir", type=file_path, help="default: runs/ and the name in the recipe"
+    )
     parser.add_argument("--lease", default="", help=argparse.SUPPRESS)  # launch.py passes it
     # A rank that has replaced itself for the next phase passes these two.
     parser.add_argument("--continued-at", type=float, help=argparse.SUPPRESS)

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from models.errors import FULL_DISK_ERRORS, UserError, counted
+from models.errors import FULL_DISK_ERRORS, UserError, a_few, counted
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import REPOSITORY
 from threefold.config.parallel_dims import ParallelDims
@@ -36,6 +36,19 @@ from threefold.run_folder.lock import FolderLock, Lease, revoke
 
 METRIC_KEYS = {"step": (int,)}
 EVENT_KEYS = {"event": (str,), "step": (int,)}
+
+# Beginnings of names in a run folder. A folder that contains others, and none of RUN_FILES, belongs
+# to no run. BEFORE_A_RUN and log files may exist before a run has locked the folder.
+RUN_FILES = (
+    "recipe.toml",
+    "launched.toml",
+    "lease",
+    "metrics.jsonl",
+    "events.jsonl",
+    "checkpoints",
+)
+BEFORE_A_RUN = ("lock", "attempts.jsonl", "hang-at-start")
+LOG_SUFFIXES = {".log", ".out", ".err"}
 
 
 class RunFolder:
@@ -69,6 +82,7 @@ class RunFolder:
             UserError: the folder cannot be written.
         """
         try:
+            self._check_owner()
             self._lock = self._lock or FolderLock(self.path, self._inherited)
             self._inherited = None
             if isinstance(self._lock, FolderLock) and not self.path.exists():
@@ -85,9 +99,32 @@ class RunFolder:
     def check_unused(self) -> None:
         """Raise FolderInUse if another process holds the folder."""
         if self.path.exists():
+            self._check_owner()
             lock = FolderLock(self.path)
             lock.acquire()
             lock.release()
+
+    def _check_owner(self) -> None:
+        """Raise a UserError if the folder has files, but none of a run.
+
+        A run would mix its files with those of a corpus or of recipes, and `move_aside` would
+        rename them.
+        """
+        if not self.path.is_dir():
+            return
+        entries = list(self.path.iterdir())
+        if any(entry.name.startswith(RUN_FILES) for entry in entries):
+            return
+        others = [
+            entry.name
+            for entry in sorted(entries)
+            if not (entry.name.startswith(BEFORE_A_RUN) or _is_log(entry))
+        ]
+        if others:
+            raise UserError(
+                f"{self.path} is not a run folder: it contains {a_few(others)}; use --run-dir with "
+                f"a new folder, such as runs/mine"
+            )
 
     def _check_checkpoints(self) -> None:
         """Raise a UserError if the folder of checkpoints exists but is not a folder."""
@@ -327,6 +364,13 @@ def _read(lines: LineFile) -> list[dict[str, Any]]:
             f"{lines.path} cannot be read ({error.strerror}); make it readable, or use --run-dir "
             f"with another folder"
         ) from None
+
+
+def _is_log(path: Path) -> bool:
+    """Return True for the log file of a launcher or a job, or a folder with only such files."""
+    if path.is_dir():
+        return all(map(_is_log, path.iterdir()))
+    return path.suffix in LOG_SUFFIXES
 
 
 def _cannot_write(file: Path | str, error: OSError) -> UserError:

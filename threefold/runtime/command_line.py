@@ -93,6 +93,26 @@ def add_json(parser: Options) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
+def filled(text: str) -> str:
+    """Return the value of an option that cannot be empty.
+
+    Raises:
+        ArgumentTypeError: the text is empty, for example because it is that of an unset variable.
+    """
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the text is empty; give a value, or omit the option")
+    return text
+
+
+def file_path(text: str) -> Path:
+    """Return the path of a file or folder; an empty text would be the current folder.
+
+    Raises:
+        ArgumentTypeError: the text is empty.
+    """
+    return Path(filled(text))
+
+
 def override(text: str) -> str:
     """Return the value of --set.
 
