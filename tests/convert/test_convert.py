@@ -1050,6 +1050,30 @@ def test_a_tokenizer_comes_from_another_folder(
     assert done.returncode == 2 and "tokens and the model has" in done.stderr
 
 
+def test_a_larger_tokenizer_is_not_exported(exported: Path, tmp_path: Path) -> None:
+    run_here(main, "from-hf", exported, tmp_path / "weights")
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    tokenizer.add_tokens([f"more{number}" for number in range(1000)])
+    tokenizer.save_pretrained(tmp_path / "larger")
+    words = ["to-hf", tmp_path / "weights", tmp_path / "out", "--tokenizer"]
+    done = run_here(main, *words, tmp_path / "larger")
+    assert (
+        done.returncode == 2
+        and f"{tmp_path / 'larger'} has 1,250 tokens and the model has 250" in done.stderr
+    )
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("prompt", ["", "t5 " * 32])
+def test_a_prompt_is_checked_before_the_export(
+    prompt: str, trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
+) -> None:
+    done = run_here(main, "to-hf", trained["llama"][1].path, tmp_path / "out", "--prompt", prompt)
+    said = f"--prompt has {len(prompt.split())} tokens and the model has 32 positions"
+    assert done.returncode == 2 and said in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_prompts_are_read_until_the_end(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("t5 t9\n\n" + "t5 " * 32 + "\nt3\n"))
     done = run_here(generate.main, exported, "--temperature", 0, "--max-tokens", 3)

@@ -40,10 +40,11 @@ def to_hf(options: argparse.Namespace) -> None:
 
     source = open_checkpoint(options.checkpoint)
     tokenizer = find_tokenizer(source, options.tokenizer)
-    if options.prompt and tokenizer is None:
-        raise UserError(
-            "--prompt needs a tokenizer, and these weights have none; name one with --tokenizer"
-        )
+    if options.prompt is not None:
+        # These imports take seconds, and most conversions do not need them.
+        from threefold.convert.text_generation import Sampling, check_prompt, generator_of
+
+        check_prompt(options.prompt, source, tokenizer)
     with output(options, source.path, EXPORTED) as folder:
         export(source, folder, dtype=options.dtype, tokenizer=tokenizer, averaged=options.averaged)
     exported = f"{'the averaged weights of ' * options.averaged}{source.path}"
@@ -51,10 +52,7 @@ def to_hf(options: argparse.Namespace) -> None:
         f"exported {exported} to {options.output}; load it with "
         f"AutoModelForCausalLM.from_pretrained"
     )
-    if options.prompt:
-        # These imports take seconds, and most conversions do not need them.
-        from threefold.convert.text_generation import Sampling, generator_of
-
+    if options.prompt is not None:
         sampling = Sampling(max_tokens=NEW_TOKENS, temperature=TEMPERATURE)
         generator = generator_of(options.output, sampling)
         tokens = generator.tokens_of(options.prompt, "--prompt")

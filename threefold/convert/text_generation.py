@@ -14,8 +14,14 @@ from transformers import AutoModelForCausalLM, TextStreamer, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from models.errors import FULL_DISK_ERRORS, UserError, reason_of
-from threefold.convert.files import open_checkpoint
-from threefold.convert.to_hugging_face import TOKENIZER_FILES, export, find_tokenizer
+from threefold.checkpoint.state import CheckpointReader
+from threefold.convert.files import model_of, open_checkpoint
+from threefold.convert.to_hugging_face import (
+    TOKENIZER_FILES,
+    check_vocabulary,
+    export,
+    find_tokenizer,
+)
 from threefold.prepare_data.tokenizer import load_tokenizer
 
 FEW_TOKENS = 2  # a text that ends after so few looks like a failure, so its end is reported
@@ -75,35 +81,25 @@ class TextGenerator:
             UserError: the prompt is not UTF-8 or has no tokens, the model has no position for a
                 further token, or the chat template rejects the conversation.
         """
-        if any("\udc80" <= letter <= "\udcff" for letter in prompt):
-            raise UserError(f"{name} has bytes that are not UTF-8; use a text in UTF-8")
-        if self.chats:
-            turns = [*self.messages, {"role": "user", "content": prompt}]
-            try:
-                tokens = self.tokenizer.apply_chat_template(
-                    turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
-                )["input_ids"]
-            except TemplateError as error:
-                raise UserError(
-                    f"the chat template of {self.tokenizer_source} rejects the conversation: "
-                    f"{reason_of(error)}; omit --chat to continue a text"
-                ) from None
-        else:
-            tokens = self.tokenizer(prompt, return_tensors="pt")["input_ids"]
-        length, positions = tokens.shape[1], self.model.config.max_position_embeddings
-        if not 0 < length < positions:
-            what, remedy = name, "use a text"
-            if self.messages:
-                what, remedy = (
-                    f"{name} with the conversation before it",
-                    "rerun with a text",
-                )
+        positions = self.model.config.max_position_embeddings
+        if not self.chats:
+            return tokens_of_text(prompt, self.tokenizer, positions, name=name)
+        _check_encoding(prompt, name)
+        turns = [*self.messages, {"role": "user", "content": prompt}]
+        try:
+            tokens = self.tokenizer.apply_chat_template(
+                turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+            )["input_ids"]
+        except TemplateError as error:
             raise UserError(
-                f"{what} has {length} tokens and the model has {positions} positions; {remedy} of "
-                f"1 to {positions - 1} tokens"
-            )
-        if self.chats:
-            self.messages = turns
+                f"the chat template of {self.tokenizer_source} rejects the conversation: "
+                f"{reason_of(error)}; omit --chat to continue a text"
+            ) from None
+        what, remedy = name, "use a text"
+        if self.messages:
+            what, remedy = f"{name} with the conversation before it", "rerun with a text"
+        _check_length(tokens, positions, what, remedy)
+        self.messages = turns
         return tokens.long()
 
     def write(self, tokens: Tensor, *, shows_prompt: bool) -> None:
@@ -127,6 +123,51 @@ class TextGenerator:
         if self.chats:
             answer = self.tokenizer.decode(written[0, length:], skip_special_tokens=True)
             self.messages.append({"role": "assistant", "content": answer})
+
+
+def tokens_of_text(text: str, tokenizer: Any, positions: int, *, name: str) -> Tensor:
+    """Return the tokens of a text to continue, [1, tokens].
+
+    Args:
+        positions: number of positions of the model
+        name: what the user calls the text, for a message
+
+    Raises:
+        UserError: the text is not UTF-8 or has no tokens, or the model has no position for a
+            further token.
+    """
+    _check_encoding(text, name)
+    tokens = tokenizer(text, return_tensors="pt")["input_ids"]
+    _check_length(tokens, positions, name, "use a text")
+    return tokens.long()
+
+
+def check_prompt(prompt: str, source: CheckpointReader, tokenizer: Path | None) -> None:
+    """Check a prompt before a checkpoint is exported, which may take long.
+
+    Raises:
+        UserError: the prompt is rejected, or there is no tokenizer.
+    """
+    if tokenizer is None:
+        raise UserError(
+            "--prompt needs a tokenizer, and these weights have none; name one with --tokenizer"
+        )
+    loaded = load_tokenizer(tokenizer, f"--tokenizer {tokenizer}")
+    tokens_of_text(prompt, loaded, model_of(source).sequence_length, name="--prompt")
+
+
+def _check_encoding(text: str, name: str) -> None:
+    if any("\udc80" <= letter <= "\udcff" for letter in text):
+        raise UserError(f"{name} has bytes that are not UTF-8; use a text in UTF-8")
+
+
+def _check_length(tokens: Tensor, positions: int, name: str, remedy: str) -> None:
+    length = tokens.shape[1]
+    if not 0 < length < positions:
+        raise UserError(
+            f"{name} has {length} tokens and the model has {positions} positions; {remedy} of 1 "
+            f"to {positions - 1} tokens"
+        )
 
 
 def generator_of(
@@ -214,12 +255,7 @@ def _generator(
     Raises:
         UserError: the tokenizer has tokens that the model does not have.
     """
-    size = model.config.get_text_config().vocab_size
-    if len(tokenizer) > size:
-        raise UserError(
-            f"the tokenizer of {tokenizer_source} has {len(tokenizer):,} tokens and the model has "
-            f"{size:,}; use --tokenizer FOLDER with the tokenizer that the model was trained with"
-        )
+    check_vocabulary(tokenizer, model.config.get_text_config().vocab_size, tokenizer_source)
     set_seed(sampling.seed)
     model = model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
     return TextGenerator(tokenizer_source, model, tokenizer, sampling, chat)

@@ -31,7 +31,7 @@ from threefold.config.sections import repository_path, short
 from threefold.convert.files import AVERAGED_FROM, RESHAPED_FROM, OutputFiles, model_of
 from threefold.data.corpus import document_starts
 from threefold.data.manifest import tokenizer_hash
-from threefold.prepare_data.tokenizer import document_start, load_tokenizer
+from threefold.prepare_data.tokenizer import document_start, load_tokenizer, vocabulary_size
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.json_lines import task_accuracies, validation_losses
 
@@ -142,7 +142,8 @@ def find_tokenizer(source: CheckpointReader, given: Path | None) -> Path | None:
     """Return the folder of the run's tokenizer, or None for imported weights without one.
 
     Raises:
-        UserError: The folder has no tokenizer, or another tokenizer than the run.
+        UserError: The folder has no tokenizer, or another tokenizer than the run, or one with more
+            tokens than the model.
     """
     expected = source.manifest.data.get("tokenizer")
     if given is None and "data" not in source.manifest.recipe:
@@ -161,7 +162,21 @@ def find_tokenizer(source: CheckpointReader, given: Path | None) -> Path | None:
             f"{folder} is not the tokenizer that the run was trained with; name the folder of the "
             f"tokenizer with SHA-256 {expected} with --tokenizer"
         )
+    tokenizer = load_tokenizer(folder, f"--tokenizer {folder}")
+    check_vocabulary(tokenizer, model_of(source).vocab_size, folder)
     return folder
+
+
+def check_vocabulary(tokenizer: Any, size: int, folder: Path) -> None:
+    """Raise a UserError if the tokenizer in a folder has ids that a model does not have.
+
+    size: number of the model's embeddings
+    """
+    if (tokens := vocabulary_size(tokenizer)) > size:
+        raise UserError(
+            f"the tokenizer of {folder} has {tokens:,} tokens and the model has {size:,}; use "
+            f"--tokenizer FOLDER with the tokenizer that the model was trained with"
+        )
 
 
 def begin_texts_as_in_training(source: CheckpointReader, folder: Path, *, name: str) -> None:

@@ -82,6 +82,11 @@ def load_tokenizer(source: Path | str, name: str) -> Any:
         ) from None
 
 
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the number of embeddings that the ids of a tokenizer need."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def document_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the ids that a tokenizer puts before every text, such as its BOS token.
 
@@ -126,7 +131,7 @@ def plan_tokenization(
         formats=list(formats),
         tokenizer=tokenizer / "tokenizer.json",
         tokenizer_sha256=tokenizer_hash(tokenizer),
-        vocab_size=max(loaded.get_vocab().values()) + 1,
+        vocab_size=vocabulary_size(loaded),
         start=tuple(document_start(loaded)),
         end=loaded.eos_token_id,
         split_special_tokens=getattr(loaded, "split_special_tokens", False),
