@@ -158,6 +158,29 @@ def test_an_existing_tokenizer_can_be_used(prepared: Path) -> None:
         assert (prepared / "again" / name).read_bytes() == (prepared / "out" / name).read_bytes()
 
 
+def test_the_text_of_a_special_token_does_not_end_a_document(
+    prepared: Path, tmp_path: Path
+) -> None:
+    rows = [{"body": "a <|endoftext|> b"}, {"body": "c"}]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--source", tmp_path / "text.jsonl", "--column", "body", "--validation-fraction", 0,
+             "--tokenizer", prepared / "out" / "tokenizer"]  # fmt: skip
+    done = prepare(*words, "--output", tmp_path / "split")
+    assert done.returncode == 0 and "warning: the text contains" not in done.stdout
+    assert "ends_in_text" not in json.loads((tmp_path / "split" / "manifest.json").read_text())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "split" / "tokenizer")
+    file, end = TokenFile(tmp_path / "split" / "train"), tokenizer.eos_token
+    tokens = file.read(0, file.count)
+    assert tokenizer.decode(tokens) == f"a {end} b{end}c{end}"
+    assert (tokens == tokenizer.eos_token_id).sum() == 2
+    parsed = prepare(*words, "--output", tmp_path / "parsed", "--parse-special-tokens")
+    assert "warning: the text contains the end-of-text token 1 time, where" in parsed.stdout
+    file = TokenFile(tmp_path / "parsed" / "train")
+    assert (file.read(0, file.count) == tokenizer.eos_token_id).sum() == 3
+    again = prepare(*words, "--output", tmp_path / "parsed")
+    assert "made with --parse-special-tokens; here no --parse-special-tokens" in again.stderr
+
+
 @pytest.fixture(scope="module")
 def bos_tokenizer(prepared: Path) -> Path:
     """Save a tokenizer that begins every text with <s>, and return its folder."""

@@ -178,6 +178,7 @@ def plan(
         validation_fraction=fraction,
         held_out=frozenset(held_out),
         skip=skip,
+        split_special_tokens=not options.parse_special_tokens,
         pieces=workspace / "pieces",
     )
 
@@ -213,6 +214,11 @@ def tell(manifest: dict[str, Any], output: Path) -> None:
     if manifest["document_start"]:
         start = manifest["document_start"]
         print(f"each document begins with the tokens {start}, which the tokenizer adds")
+    if ends := manifest.get("ends_in_text"):
+        print(
+            f"warning: the text contains the end-of-text token {counted(ends, 'time')}, where "
+            f"training sees the end of a document"
+        )
     size, wanted = manifest["vocab_size"], manifest["options"].get("vocab_size", 0)
     print(f"written to {output}, vocabulary {size:,}")
     if size < wanted:  # training ends when every word is one token
@@ -355,6 +361,11 @@ def add_corpus_options(parser: argparse.ArgumentParser) -> None:
         "tokenizer is trained",
     )
     parser.add_argument(
+        "--parse-special-tokens", action="store_true",
+        help="turn text such as <|im_start|> into the special token of this name; by default, it "
+        "is tokenized as any other text",
+    )  # fmt: skip
+    parser.add_argument(
         "--vocab-size", type=int,
         help=f"vocabulary size of a trained tokenizer (default: {VOCAB_SIZE})",
     )  # fmt: skip
@@ -383,7 +394,8 @@ def add_corpus_options(parser: argparse.ArgumentParser) -> None:
 MIN_VOCAB_SIZE = 257  # the 256 bytes and the end-of-text token
 CONTENT_OPTIONS = ("source", "config", "split", "column", "text_is", "tokenizer", "vocab_size",
                    "validation_fraction")  # fmt: skip
-VALIDATION_OPTIONS = ("validation_source", "validation_split")  # recorded if they are given
+VALIDATION_OPTIONS = ("validation_source", "validation_split")
+OPTIONAL = (*VALIDATION_OPTIONS, "parse_special_tokens")  # recorded if they are given
 
 
 def content_options(options: argparse.Namespace) -> dict[str, Any]:
@@ -391,7 +403,7 @@ def content_options(options: argparse.Namespace) -> dict[str, Any]:
     chosen = {key: vars(options)[key] for key in CONTENT_OPTIONS}
     if options.tokenizer:
         del chosen["vocab_size"]
-    return chosen | {key: vars(options)[key] for key in VALIDATION_OPTIONS if vars(options)[key]}
+    return chosen | {key: vars(options)[key] for key in OPTIONAL if vars(options)[key]}
 
 
 def check_same_options(options: argparse.Namespace, output: Path) -> None:
@@ -405,8 +417,8 @@ def check_same_options(options: argparse.Namespace, output: Path) -> None:
     wanted = content_options(options)
     different = [
         key
-        for key in dict.fromkeys((*wanted, *VALIDATION_OPTIONS))
-        if (key in made or key in VALIDATION_OPTIONS) and made.get(key) != wanted.get(key)
+        for key in dict.fromkeys((*wanted, *OPTIONAL))
+        if (key in made or key in OPTIONAL) and made.get(key) != wanted.get(key)
     ]
     if not set(VALIDATION_OPTIONS).isdisjoint(different):  # they change the fraction's default
         different = [key for key in different if key != "validation_fraction"]
@@ -423,6 +435,8 @@ def _typed(key: str, value: Any) -> str:
     option = f"--{key.replace('_', '-')}"
     if value is None:
         return f"no {option}"
+    if value is True:
+        return option
     return f"{option} {shlex.join(map(str, value if isinstance(value, list) else [value]))}"
 
 

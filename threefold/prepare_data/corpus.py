@@ -71,6 +71,7 @@ def join(
     folders = [tokenization.folder / tokenization.name(*item) for item in pieces]
     assert len(reports) == len(pieces)  # all pieces are finished
     skipped = count_skipped(tokenization, pieces, reports)
+    ends_in_text = sum(report.ends_in_text for report in reports)
     fraction = tokenization.validation_fraction
     is_divided = sum_documents(reports) == 1 and fraction > 0
     if is_divided:
@@ -114,6 +115,8 @@ def join(
         "tokenizer_folder_sha256": folder_hash(output / "tokenizer"),
         "skipped": skipped,
     }
+    if ends_in_text:
+        manifest["ends_in_text"] = ends_in_text
     if is_divided:
         manifest["divided_document"] = True
     text = json.dumps(manifest, indent=2) + "\n"

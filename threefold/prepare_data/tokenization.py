@@ -54,7 +54,8 @@ class Tokenization:
     tokenizer_sha256: hash of the tokenizer
     start: tokens before each document, which the tokenizer puts before every text
     end: token after each document
-    split_special_tokens: the attribute of that name of transformers' tokenizers
+    split_special_tokens: tokenize the text of a special token as any other text, as the attribute
+        of that name of transformers' tokenizers does
     validation_fraction: share of the documents that is held out
     held_out: numbers of the formats whose documents are the validation part
     skip: kinds of problems whose rows are skipped; other problems raise
@@ -137,7 +138,8 @@ class Tokenization:
                     for name in PARTS
                 }
                 for texts in batches(texts_of(reader, piece, self.skip, report)):
-                    tokens = self._write(texts, files, format_number)
+                    tokens, ends = self._write(texts, files, format_number)
+                    report.ends_in_text += ends
                     progress.put((len(texts), tokens))
             if reader.version(piece) != piece.version:
                 raise UserError(f"{piece} changed while it was read; start again")
@@ -151,8 +153,12 @@ class Tokenization:
 
     def _write(
         self, texts: list[str], files: dict[str, TokenFileWriter], format_number: int
-    ) -> int:
-        """Tokenize documents, add each to its part, and return the number of tokens."""
+    ) -> tuple[int, int]:
+        """Tokenize documents, and add each to its part.
+
+        Returns:
+            The number of tokens, and that of end tokens within the documents.
+        """
         is_validation = format_number in self.held_out
         tokenizer = fast_tokenizer(self.tokenizer, self.split_special_tokens)
         try:
@@ -170,14 +176,15 @@ class Tokenization:
             parts["validation" if held_out else "train"].append(
                 [*self.start, *encoding.ids, self.end]
             )
-        total = 0
+        total, ends = 0, -len(texts) * [*self.start, self.end].count(self.end)
         for name, sequences in parts.items():
             tokens = np.fromiter(chain.from_iterable(sequences), np.int64)
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
                 raise UserError(f"{self.tokenizer}: a token id outside 0 .. {self.vocab_size - 1}")
             files[name].write(tokens, np.array([len(ids) for ids in sequences], np.int64))
             total += tokens.size
-        return total
+            ends += int(np.count_nonzero(tokens == self.end))
+        return total, ends
 
 
 @dataclass
@@ -186,10 +193,12 @@ class PieceCounts:
 
     parts: documents, tokens and SHA-256 of the .bin, by part
     skipped: skipped rows, by kind of problem
+    ends_in_text: tokens within documents that are the token after each document
     """
 
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
     skipped: dict[str, Skipped] = field(default_factory=dict)
+    ends_in_text: int = 0
 
 
 def read_report(file: Path) -> PieceCounts:
@@ -200,7 +209,11 @@ def read_report(file: Path) -> PieceCounts:
     """
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-        return PieceCounts(parts=dict(content["parts"]), skipped=dict(content["skipped"]))
+        return PieceCounts(
+            parts=dict(content["parts"]),
+            skipped=dict(content["skipped"]),
+            ends_in_text=int(content.get("ends_in_text", 0)),
+        )
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         raise UserError(
             f"{file} is damaged ({reason_of(error)}); delete {file.parent} and rerun the same "

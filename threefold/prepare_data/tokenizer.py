@@ -116,6 +116,7 @@ def plan_tokenization(
     validation_fraction: float,
     held_out: frozenset[int] = frozenset(),
     skip: frozenset[str],
+    split_special_tokens: bool,
     pieces: Path,
 ) -> Tokenization:
     """Return the settings with which a tokenizer tokenizes the documents of a source.
@@ -134,7 +135,7 @@ def plan_tokenization(
         vocab_size=vocabulary_size(loaded),
         start=tuple(document_start(loaded)),
         end=loaded.eos_token_id,
-        split_special_tokens=getattr(loaded, "split_special_tokens", False),
+        split_special_tokens=split_special_tokens,
         validation_fraction=validation_fraction,
         skip=skip,
         folder=pieces,
