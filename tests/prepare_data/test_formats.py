@@ -229,6 +229,16 @@ REFUSED = {
     ),
     "cut.parquet": (b"PAR1 and then nothing", "cut.parquet cannot be read"),
     "other.csv": (b"name,age\na,1\n", "other.csv has the columns name, age (use --column name)"),
+    "semicolons.csv": (
+        b"\xef\xbb\xbfid;text\n1;a, b, c\n",
+        "semicolons.csv: the columns are separated by semicolons; separate them by commas, or",
+    ),
+    "tabs.csv": (b'"body"\t"age"\na\t1\n', "tabs.csv: the columns are separated by tabs; "),
+    "text.docx.txt.pdf": (
+        b"",
+        "unsupported format; use one of .jsonl, .ndjson, .json, .parquet, "
+        ".txt, .arrow, .csv, .tokens, .raw",
+    ),
     "cut.arrow": (b"nothing", "cut.arrow cannot be read"),
 }
 

@@ -264,6 +264,10 @@ def test_pieces_without_a_start_are_not_used_for_documents_with_one(tmp_path: Pa
         (["--source", "NUMBER.jsonl"], "NUMBER.jsonl, line 1: body = 4 is not a text"),
         (["--source", "LATER.jsonl"], "LATER.jsonl, line 2: not valid JSON"),
         (["--tokenizer", "NOWHERE.tokenizer"], "NOWHERE.tokenizer does not exist; "),
+        (["--tokenizer", "FILE/tokenizer.json"], "tokenizer.json is a file; use its folder, "),
+        (["--text-is", "file"], "--text-is file has no effect, because no source is a text file"),
+        (["--streaming"], "--streaming has no effect, because no source is a dataset of the hub"),
+        (["--source", "PLAIN.txt"], "--column body has no effect, because no source is a format"),
         (["--config", "abc"], "--config abc: --source "),
         (["--split", "validation"], "--split validation: "),
         (["--tokenizer", "data/wikki/tokenizer"], "data/wikki/tokenizer does not exist; "),
@@ -282,6 +286,9 @@ def test_bad_input_is_rejected_in_one_line(
     ):
         (tmp_path / f"{name}.jsonl").write_text(text)
     (tmp_path / "CORPUS" / "tokenizer").mkdir(parents=True)
+    (tmp_path / "FILE").mkdir()
+    (tmp_path / "FILE" / "tokenizer.json").touch()
+    (tmp_path / "PLAIN.txt").write_text("a\n")
     arguments = [str(tmp_path / word) if word[:5].isupper() else word for word in arguments]
     source = [] if "--source" in arguments else ["--source", prepared / "text.jsonl"]
     column = ["--column", "body", "--output", tmp_path / "bad"]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,38 @@ def test_the_command_writes_a_task_once(corpus: Path, tmp_path: Path) -> None:
     assert done.returncode == 2 and "--items 100000: the validation documents" in done.stderr
     done = command("last-word", tmp_path, "--output", tmp_path / "a")
     assert done.returncode == 2 and "is missing; make it with" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["next-line", "--output", "my task.jsonl"], "only; use --output {folder}/my_task.jsonl"),
+        (["last-word", "--output", "é.jsonl"], "only; use --output {folder}/task.jsonl"),
+        (
+            ["next-line", "--output", "a.jsonl", "--delimiter", ""],
+            "--delimiter '' has no effect with next-line, only with samples; omit it",
+        ),
+        (
+            ["samples", "--output", "a.jsonl", "--items", 3],
+            "--items 3 has no effect with samples, only with next-line and last-word; omit it",
+        ),
+    ],
+)
+def test_options_that_make_no_task_are_rejected(
+    words: list[Any], said: str, corpus: Path, tmp_path: Path
+) -> None:
+    kind, option, name, *others = words
+    done = command(kind, corpus, option, tmp_path / name, *others)
+    assert done.returncode == 2 and said.format(folder=tmp_path) in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_path_of_a_task_is_quoted(corpus: Path, tmp_path: Path) -> None:
+    output = tmp_path / 'my "tasks"' / "lines.jsonl"
+    done = command("next-line", corpus, "--output", output, "--items", 5)
+    printed = done.stdout.partition("in a recipe:\n")[2]
+    (task,) = tomllib.loads(printed)["evaluation"]["tasks"]
+    assert task == {"name": "lines", "path": str(output)}
 
 
 def sample(number: int, context: str, *continuations: str, target: Any) -> dict[str, Any]:

@@ -90,7 +90,12 @@ def prepare(arguments: list[str], description: str | None = None) -> None:
     import threefold.prepare_data.tokenizer  # noqa: F401 (for `plan`)
     from threefold.prepare_data.corpus import join
     from threefold.prepare_data.formats import cut
-    from threefold.prepare_data.source import SourceOptions, open_source, open_validation
+    from threefold.prepare_data.source import (
+        SourceOptions,
+        check_effects,
+        open_source,
+        open_validation,
+    )
     from threefold.prepare_data.tokenization import check_parts, run_pieces
 
     raise_at_interrupt()
@@ -110,6 +115,7 @@ def prepare(arguments: list[str], description: str | None = None) -> None:
         cut_validation = cut(validation, validation_option(options))
         pieces += [(held_out[number], piece) for number, piece in cut_validation]
         formats += validation
+    check_effects(formats, reading)
     if options.shard is None or options.shard[0] == 0:  # one of the shards checks for all of them
         check_parts(
             formats,

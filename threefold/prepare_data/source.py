@@ -34,6 +34,8 @@ VALIDATION_SPLITS = ("valid", "dev", "val", "test")  # beginnings of names, the 
 HELD_OUT_WORDS = ("validation", "valid", "val", "dev", "test")  # in names of files, the best first
 MAX_FILES_IN_COMMAND = 8
 PLAIN_TEXT = (".tokens", ".raw")  # as the files of WikiText are named
+FORMATS = ", ".join((*SUFFIXES, *PLAIN_TEXT))
+DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars"}  # other than a comma
 COMPRESSIBLE = (".jsonl", ".ndjson", ".json", ".txt")
 
 
@@ -98,6 +100,32 @@ def open_source(names: Sequence[str], reading: SourceOptions) -> list[Format]:
     if reading.suggests_split:
         suggest_files(all_files)
     return formats
+
+
+def check_effects(formats: Sequence[Format], reading: SourceOptions) -> None:
+    """Raise a UserError if an option about one kind of source is given, and no source is of it."""
+    for option, is_given, has_effect, kind in (
+        (
+            f"--text-is {reading.text_is}",
+            reading.text_is != "line",
+            any(isinstance(reader, Texts) and not reader.lenient for reader in formats),
+            "a text file",
+        ),
+        (
+            f"--column {reading.column}",
+            reading.column != "text",
+            any(reader.column for reader in formats),
+            "a format with columns",
+        ),
+        (
+            "--streaming",
+            reading.streaming,
+            any(isinstance(reader, Stream) for reader in formats),
+            "a dataset of the hub",
+        ),
+    ):
+        if is_given and not has_effect:
+            raise UserError(f"{option} has no effect, because no source is {kind}; omit it")
 
 
 def check_no_configuration(name: str, reading: SourceOptions) -> None:
@@ -197,9 +225,7 @@ def find_files(name: str, option: str = "--source") -> list[Path]:
         raise UserError(f"{option} is empty; use a file, a folder, a pattern or a dataset")
     if path.is_file():
         if not is_readable(path):
-            raise UserError(
-                f"{option} {name}: unsupported format; use one of {', '.join(SUFFIXES)}"
-            )
+            raise UserError(f"{option} {name}: unsupported format; use one of {FORMATS}")
         return [path]
     if path.is_dir():
         if is_saved_dataset(path):
@@ -226,7 +252,7 @@ def find_files(name: str, option: str = "--source") -> list[Path]:
         why = "".join(
             f"; skipped {count_of(others)} ({reason})" for reason, others in left_out.items()
         )
-        raise UserError(f"{option} {name}: no file is one of {', '.join(SUFFIXES)}{why}")
+        raise UserError(f"{option} {name}: no file is one of {FORMATS}{why}")
     return files
 
 
@@ -323,6 +349,8 @@ def open_file(file: Path, reading: SourceOptions) -> Format:
         return JsonLines(file, column)
     if suffix == ".parquet":
         return Parquet(file, column)
+    if suffix == ".csv":
+        check_delimiter(file, column)
     disable_progress_bars()
     try:
         if suffix == ".arrow":
@@ -334,6 +362,20 @@ def open_file(file: Path, reading: SourceOptions) -> Format:
         reason = reason_of(error.__cause__ if isinstance(error.__cause__, Exception) else error)
         raise UserError(f"{reading.option} {file} cannot be read: {reason}") from None
     return Rows(str(file), dataset, column)
+
+
+def check_delimiter(file: Path, column: str) -> None:
+    """Raise a UserError if the header of a .csv has another delimiter than a comma."""
+    with open_bytes(file) as stream:
+        header = stream.readline(4096).decode("utf-8-sig", errors="replace").rstrip("\r\n")
+    if "," in header or header.strip('"') == column:
+        return
+    for mark, name in DELIMITERS.items():
+        if mark in header:
+            raise UserError(
+                f"{file}: the columns are separated by {name}; separate them by commas, or write "
+                f"the table as .jsonl or .parquet"
+            )
 
 
 def is_array(file: Path) -> bool:

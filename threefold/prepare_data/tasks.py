@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from models.errors import UserError, counted, reason_of
-from threefold.config.sections import repository_path
+from threefold.config.loading import value_text
+from threefold.config.sections import SET_NAME, repository_path
 from threefold.data.corpus import check_part
 from threefold.data.tasks import read_items
 from threefold.data.token_file import TokenFile
@@ -196,6 +197,7 @@ def _item(
 
 # The command `prepare_data.py tasks`, which writes task files for evaluation.tasks.
 
+ITEMS = 500
 MAKERS = {"next-line": next_line, "last-word": last_word}
 DESCRIPTION = """Write a task for evaluation.tasks of a recipe.
 
@@ -219,11 +221,26 @@ def write_task(arguments: list[str]) -> None:
     output = repository_path(options.output)
     if output.exists():
         raise UserError(f"--output {options.output} already exists; use another file, or delete it")
+    if not re.fullmatch(SET_NAME, output.stem):
+        name = re.sub("[^A-Za-z0-9._-]+", "_", output.stem).strip("._-") or "task"
+        raise UserError(
+            f"--output {options.output}: the file is named after the task, whose name has letters, "
+            f"digits, . _ and - only; use --output {Path(options.output).with_stem(name)}"
+        )
+    for option, value, kinds in (
+        ("--delimiter", options.delimiter, ["samples"]),
+        ("--items", options.items, list(MAKERS)),
+    ):
+        if value is not None and options.kind not in kinds:
+            raise UserError(
+                f"{option} {value!r} has no effect with {options.kind}, only with "
+                f"{' and '.join(kinds)}; omit it"
+            )
     if options.kind == "samples":
         items = items_of_samples(Path(options.source), options.delimiter)
     else:
         corpus = repository_path(options.source)
-        items = make_items(corpus, MAKERS[options.kind], count=options.items)
+        items = make_items(corpus, MAKERS[options.kind], count=options.items or ITEMS)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, "".join(line(item) for item in items))
     try:
@@ -232,7 +249,8 @@ def write_task(arguments: list[str]) -> None:
         output.unlink()
         raise
     print(f"wrote {counted(len(items), 'item')} to {output}; in a recipe:")
-    print(f'\n[evaluation]\ntasks = [{{ name = "{output.stem}", path = "{options.output}" }}]')
+    task = f'name = "{output.stem}", path = {value_text(options.output)}'
+    print(f"\n[evaluation]\ntasks = [{{ {task} }}]")
 
 
 def line(item: dict[str, Any]) -> str:
@@ -263,8 +281,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--items",
         type=count,
-        default=500,
-        help="number of items (default: 500); has no effect with samples",
+        help=f"number of items (default: {ITEMS}); not for samples",
     )
     parser.add_argument(
         "--delimiter",

@@ -38,6 +38,10 @@ def copy_tokenizer(name: str, workspace: Path) -> Path:
     is_folder = path.is_dir()
     if (path / "tokenizer").is_dir() and not (path / "tokenizer.json").exists():
         raise UserError(f"--tokenizer {name} is a corpus; use its tokenizer, {name}/tokenizer")
+    if path.is_file():
+        raise UserError(
+            f"--tokenizer {name} is a file; use its folder, {name.rpartition('/')[0] or '.'}"
+        )
     if not is_folder and "/" in name and (name.count("/") > 1 or path.parent.is_dir()):
         raise UserError(
             f"--tokenizer {name} does not exist; {tokenizer_advice(name)} (or give the name of a "
