@@ -583,6 +583,15 @@ def test_all_problems_are_reported_at_once() -> None:
         ("a = [cosine]", "this is not valid TOML: "),
         ("a = 60 000", "line 1: a = 60 000: a number has no spaces or commas: a = 60_000"),
         ("a = 1,000,", "line 1: a = 1,000,: a number has no spaces or commas: a = 1_000"),
+        (
+            "a = 1,5 # or",
+            "line 1: a = 1,5 # or: a number has a decimal point, not a comma: a = 1.5",
+        ),
+        ("a = -0,1", "line 1: a = -0,1: a number has a decimal point, not a comma: a = -0.1"),
+        ("a = .1", "line 1: a = .1: a number has digits on both sides of its point: a = 0.1"),
+        ("a = 5.e3", "line 1: a = 5.e3: a number has digits on both sides of its point: a = 5.0e3"),
+        ("a = -Inf", "line 1: a = -Inf: inf and nan are lowercase: a = -inf"),
+        ("a = None", "line 1: a = None: TOML has no None; leave a out"),
         ("a = 1, b = 2,", "this is not valid TOML: "),
         ("a = 4e-3,", "line 1: a = 4e-3,: remove the comma after the value: a = 4e-3"),
         ("a = 'x' , # b", "line 1: a = 'x' , # b: remove the comma after the value: a = 'x'"),
@@ -609,6 +618,22 @@ def test_a_file_that_is_not_a_recipe_is_rejected(tmp_path: Path, text: str, name
     if text is not None:
         file.write_text(text)
     assert rejection(file, [], 2).startswith(f"{file}: {named}")
+
+
+@pytest.mark.parametrize(
+    ("override", "example"),
+    [
+        ("optimizer.learning_rate=.003", "learning_rate = 0.003"),
+        ("optimizer.learning_rate=0,002", "learning_rate = 0.002"),
+        ("optimizer.learning_rate=Inf", "learning_rate = 0.004"),
+        ("training.steps=1,000", "steps = 1_000"),
+        ("training.steps=1,5", "steps = 200"),
+    ],
+)
+def test_a_number_in_another_spelling_is_an_example(override: str, example: str) -> None:
+    assert rejection(TINY, [override], 2).endswith(f"; for example {example}")
+    key = override.partition("=")[0]
+    load_recipe(TINY, [f"{key.rpartition('.')[0]}.{example}"])
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,10 @@ def explain(
         complaint = CHARACTERS[pattern]
         if name := _name_that_fits(problem["input"], pattern):
             works = f"{location[-1]} = {toml_value(name)}"
+    if kind in ("float_type", "int_type"):  # maybe a text after --set
+        spelling, _ = number_in_toml(str(problem["input"])) or ("", "")
+        if re.fullmatch(r"[\d_]+" if kind == "int_type" else r".*\d.*", spelling):
+            works = f"{location[-1]} = {spelling}"
     for python, toml in (("True", "true"), ("False", "false"), ("an object", "a table")):
         complaint = complaint.replace(python, toml)
     value = _look_up(table, location)  # a validator may have changed the input
@@ -231,6 +235,7 @@ TOML_DUPLICATES = re.compile(
 )
 TOML_HEADER = re.compile(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]")
 TOML_WORD = re.compile(r"([\w.-]+)\s*=\s*([A-Za-z_~./][\w./-]*)\s*(?:#.*)?")  # key, value
+TOML_VALUE = re.compile(r"([\w.-]+)\s*=\s*([^#]*[^#\s,])\s*,?\s*(?:#.*)?")  # key, value
 TOML_KEY = re.compile(r"""\s*((?:"[^"]*"|'[^']*'|[^=#"'])+?)\s*=""")
 CLUSTER_RECIPE = REPOSITORY / "recipes" / "llama" / "7b.toml"  # has the sections that tiny lacks
 
@@ -399,8 +404,6 @@ def _read_toml(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # a plain ValueError for 4,301 digits
         if TOML_DUPLICATES.match(str(error)):
             raise UserError(f"{short(path)}: {_duplicate(text, str(error))}") from None
-        if unquoted := _unquoted(text, str(error)):
-            raise UserError(f"{short(path)}: {unquoted}") from None
         raise UserError(f"{short(path)}: {_invalid_line(text, error)}") from None
 
 
@@ -410,9 +413,11 @@ def _invalid_line(text: str, error: Exception) -> str:
     line = text.split("\n")[int(number[1]) - 1].strip() if number else ""
     if len(line) > MAX_CHARACTERS_SHOWN:
         line = ""
-    if digits := re.fullmatch(r"([\w.]+)\s*=\s*(\d[\d_,]*(?:[ ,]\d+)+),?", line):
-        joined = re.sub("[ ,]", "_", digits[2])
-        advice = f"a number has no spaces or commas: {digits[1]} = {joined}"
+    pair = TOML_VALUE.fullmatch(line)
+    if pair and (spelling := number_in_toml(pair[2])):
+        advice = f"{spelling[1]}: {pair[1]} = {spelling[0]}"
+    elif "Invalid value" in str(error) and (word := TOML_WORD.fullmatch(line)):
+        advice = _advice_on_word(word[1], word[2])
     elif value := re.fullmatch(r"([\w.]+\s*=\s*[^\[{#,]*[^\[{#,\s])\s*,\s*(#.*)?", line):
         advice = f"remove the comma after the value: {value[1]}"
     elif re.fullmatch(r"\[[^\]]*", line):
@@ -426,15 +431,33 @@ def _invalid_line(text: str, error: Exception) -> str:
     return f"line {number[1] if number else 1}: {line}: {advice}"
 
 
-def _unquoted(text: str, error: str) -> str:
-    """Return a message about a value that is a word without quotes; "" if it is something else."""
-    number = re.match(r"Invalid value \(at line (\d+), ", error)
-    line = text.split("\n")[int(number[1]) - 1].strip() if number else ""
-    if not number or not (word := TOML_WORD.fullmatch(line)):
-        return ""
-    if (value := word[2].lower()) in ("true", "false"):
-        return f"line {number[1]}: {line}: true and false are lowercase: {word[1]} = {value}"
-    return f'line {number[1]}: {line}: text needs quotes: {word[1]} = "{word[2]}"'
+def _advice_on_word(key: str, word: str) -> str:
+    """Return advice about a value that is a word without quotes."""
+    if (value := word.lower()) in ("true", "false"):
+        return f"true and false are lowercase: {key} = {value}"
+    if value in ("none", "null", "nil"):
+        return f"TOML has no {word}; leave {key} out"
+    return f'text needs quotes: {key} = "{word}"'
+
+
+def number_in_toml(text: str) -> tuple[str, str] | None:
+    """Return the spelling in TOML of a number that TOML rejects, and the rule.
+
+    Returns:
+        None if the text is not such a number
+    """
+    sign = text[: text.startswith(("+", "-"))]
+    digits = text[len(sign) :]
+    if re.fullmatch(r"[1-9]\d{0,2}([ ,]\d{3})+", digits):
+        return sign + re.sub("[ ,]", "_", digits), "a number has no spaces or commas"
+    if re.fullmatch(r"\d+,\d+", digits):
+        return sign + digits.replace(",", "."), "a number has a decimal point, not a comma"
+    if parts := re.fullmatch(r"(\d+\.|\.\d+)([eE][+-]?\d+)?", digits):
+        point = f"0{parts[1]}" if parts[1].startswith(".") else f"{parts[1]}0"
+        return f"{sign}{point}{parts[2] or ''}", "a number has digits on both sides of its point"
+    if digits.lower() in ("inf", "infinity", "nan"):
+        return sign + digits.lower()[:3], "inf and nan are lowercase"
+    return None
 
 
 def _duplicate(text: str, error: str) -> str:
