@@ -815,6 +815,17 @@ def test_a_corpus_is_not_a_checkpoint(tmp_path: Path) -> None:
         check_initial_weights(recipe)
 
 
+def test_a_run_folder_as_initial_weights_names_its_newest_checkpoint(tmp_path: Path) -> None:
+    for step in (2, 10):
+        (tmp_path / "checkpoints" / f"step-{step:07d}").mkdir(parents=True)
+    recipe = parse_recipe(
+        changed(small_recipe(tmp_path), training__initial_weights=str(tmp_path)), "test"
+    )
+    said = f"is a run folder, not a checkpoint; use {tmp_path}/checkpoints/step-0000010"
+    with pytest.raises(UserError, match=said):
+        check_initial_weights(recipe)
+
+
 @pytest.mark.parametrize(
     ("path", "said"),
     [

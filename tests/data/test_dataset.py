@@ -339,6 +339,11 @@ def write_manifest(folder: Path, **changes: Any) -> None:
     (folder / "manifest.json").write_text(json.dumps(manifest | changes))
 
 
+def write_tokenizer(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+
+
 def shorten(folder: Path, name: str) -> None:
     (folder / name).write_bytes((folder / name).read_bytes()[:-2])
 
@@ -440,7 +445,17 @@ REJECTED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         lambda folder: put_token(folder, 10_000, 999), {}, "token 10000 has the id 999"),
     "another tokenizer": (
         lambda folder: (folder / "tokenizer" / "tokenizer.json").write_text("{}"), {},
-        "is not the tokenizer that made .*use that one"),
+        "is not the tokenizer that made .*use that whose tokenizer.json has the SHA-256 .{64}$"),
+    "another tokenizer, and that of the corpus": (
+        lambda folder: write_tokenizer(folder.parent / "other"),
+        {"data__tokenizer": "{folder}/other"},
+        "is not the tokenizer that made .*in a new run, use .*/data/tokenizer$"),
+    "a corpus instead of its tokenizer": (
+        write_manifest, {"data__tokenizer": "{folder}/data"},
+        r"has no tokenizer\.json; use the tokenizer of the corpus, .*/data/tokenizer$"),
+    "a file instead of a tokenizer": (
+        write_manifest, {"data__tokenizer": "{folder}/data/tokenizer/tokenizer.json"},
+        r"is a file, not a folder with .*; use the tokenizer of the corpus, .*/data/tokenizer$"),
     "no tokenizer": (
         lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(), {},
         r"has no tokenizer\.json"),
@@ -465,6 +480,10 @@ def test_bad_data_are_rejected_before_the_first_step(
     build(own_corpus)
     spoil, changes, message = REJECTED[name]
     spoil(tmp_path / "data")
+    changes = {
+        key: value.format(folder=tmp_path) if isinstance(value, str) else value
+        for key, value in changes.items()
+    }
     with pytest.raises(UserError, match=message):
         build(changed(own_corpus, **changes))
 

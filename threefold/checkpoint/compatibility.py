@@ -14,7 +14,7 @@ from threefold.config.phases import table_at
 from threefold.config.recipe import Recipe
 from threefold.config.sections import repository_path
 from threefold.data.manifest import is_corpus
-from threefold.run_folder.history import Progress
+from threefold.run_folder.history import Progress, published
 
 # Keys of [model] that do not affect the shape or meaning of weights. A run may change them when it
 # starts from initial weights.
@@ -217,6 +217,11 @@ def initial_weights(recipe: Recipe, run: Path | None = None) -> Path | None:
             f"checkpoint (runs/NAME/checkpoints/step-...)"
         )
     if not (path / "manifest.json").is_file():
+        if saves := published(path / "checkpoints"):
+            newest = saves[-1].relative_to(path)
+            raise UserError(
+                f"{key}: the path is a run folder, not a checkpoint; use {Path(setting) / newest}"
+            )
         problem = "has no checkpoint" if path.exists() else "does not exist"
         raise UserError(
             f"{key}: the path {problem}; use a run's checkpoint "

@@ -11,6 +11,7 @@ from threefold.config.sections import (
     MAX_COUNT,
     Count,
     NonNegative,
+    PathText,
     Probability,
     Section,
     Switch,
@@ -271,7 +272,7 @@ class Training(Section):
     """Steps between bitwise comparisons of weights that several ranks hold; 0: never, neither
     during the run nor before a save. Replicas that diverged stop the run."""
 
-    initial_weights: str | None = None
+    initial_weights: PathText | None = None
     """Checkpoint whose weights the run starts from, such as one that `convert.py from-hf` has
     written. Leave it out to draw the weights from the seed."""
 

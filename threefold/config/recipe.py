@@ -16,6 +16,7 @@ from threefold.config.sections import (
     Checkpoint,
     Data,
     Evaluation,
+    PathText,
     Phase,
     Section,
     Supervision,
@@ -33,7 +34,7 @@ class Recipe(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)]
     """Seed of the initial weights, the order of the samples and dropout."""
 
-    deepspeed: str
+    deepspeed: PathText
     """DeepSpeed's JSON, which sets ZeRO, precision and communication, relative to the repository
     root; `ds_configs/` has one for each case."""
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from models.errors import UserError, toml_line, toml_value
+from models.errors import UserError, toml_value
 
 # The base class of a recipe's sections, and the types of their numbers.
 #
@@ -21,6 +21,7 @@ MAX_COUNT = 10**9
 MAX_TOKENS = 10**16
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+PathText = Annotated[str, Field(min_length=1)]  # an empty text would be a folder
 NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 # 1 equals True in Python, so a number has to become something else before it is compared.
@@ -118,7 +119,7 @@ SET_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # a part of the names of metrics
 class Source(Section):
     """One corpus of the training data."""
 
-    path: str
+    path: PathText
     """Path of the token file, without .bin or .idx, relative to the repository root."""
 
     weight: Annotated[float, Field(gt=0)] = 1.0
@@ -137,7 +138,7 @@ class Data(Section):
     of several sets: `{ code = "data/code/validation", web = "data/web/validation" }`. No validation
     file may be a training corpus. Leave it out to train without validation."""
 
-    tokenizer: str
+    tokenizer: PathText
     """Folder of the tokenizer. Its hash must equal the one in the manifests of the corpora."""
 
     separate_documents: bool = False
@@ -171,16 +172,16 @@ class Data(Section):
     @field_validator("validation", mode="before")
     @classmethod
     def _check_validation(cls, value: Any) -> Any:
-        if value is None or isinstance(value, str):
+        if value is None or (isinstance(value, str) and value):
             return value
         example = '{ code = "data/code/validation", web = "data/web/validation" }'
         if not isinstance(value, dict) or not value:
             raise UserError(
-                f"{toml_line('data.validation', value)} is neither a path nor a table of paths; "
+                f"data.validation = {toml_value(value)} is neither a path nor a table of paths; "
                 f"use a path, or for example {example}"
             )
         for name, path in value.items():
-            if not isinstance(path, str):
+            if not isinstance(path, str) or not path:
                 raise UserError(
                     f"data.validation.{name} = {toml_value(path)} is not a path; use for example "
                     f"{example}"
@@ -210,7 +211,7 @@ class Task(Section):
     name: Annotated[str, Field(pattern=f"^{SET_NAME}$", max_length=128)]
     """Name of the task in the metrics, `tasks/<name>/accuracy`."""
 
-    path: str
+    path: PathText
     """Path of the task's JSON lines, relative to the repository root; `prepare_data.py tasks`
     writes such files."""
 

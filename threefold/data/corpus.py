@@ -13,7 +13,7 @@ import numpy as np
 from models.errors import UserError, reason_of
 from threefold.config.phases import PhasePlan, Segment
 from threefold.config.recipe import Recipe
-from threefold.config.sections import REPOSITORY, repository_path
+from threefold.config.sections import REPOSITORY, repository_path, short
 from threefold.data.manifest import DELETE, read_manifest, tokenizer_hash
 from threefold.data.token_file import TokenFile
 
@@ -31,10 +31,13 @@ def open_corpus(path: str, recipe: Recipe) -> TokenFile:
     tokenizer = repository_path(recipe.data.tokenizer)
     if not (tokenizer / "tokenizer.json").is_file():
         problem = "has no tokenizer.json" if tokenizer.is_dir() else "does not exist"
-        raise UserError(
-            f'data.tokenizer = "{recipe.data.tokenizer}" {problem}; '
-            f"{tokenizer_advice(recipe.data.tokenizer)}"
-        )
+        if tokenizer.is_file():
+            problem = "is a file, not a folder with tokenizer.json"
+        own = repository_path(path).parent / "tokenizer"
+        advice = tokenizer_advice(recipe.data.tokenizer)
+        if (own / "tokenizer.json").is_file():
+            advice = f"use the tokenizer of the corpus, {short(own)}"
+        raise UserError(f'data.tokenizer = "{recipe.data.tokenizer}" {problem}; {advice}')
     check_part(repository_path(path))
     file = TokenFile(repository_path(path))
     _check_manifest(recipe, file)
@@ -96,10 +99,20 @@ def _check_manifest(recipe: Recipe, file: TokenFile) -> None:
             f"{file.path}, {vocab_size}; use model.vocab_size = {vocab_size}"
         )
     if made_with != tokenizer_hash(repository_path(recipe.data.tokenizer)):
+        candidates = (
+            file.path.parent / "tokenizer",
+            repository_path(f"{manifest.get('tokenizer')}"),
+        )
+        fitting = (
+            str(short(folder))
+            for folder in candidates
+            if (folder / "tokenizer.json").is_file() and tokenizer_hash(folder) == made_with
+        )
+        theirs = next(fitting, f"that whose tokenizer.json has the SHA-256 {made_with}")
         raise UserError(
             f'data.tokenizer = "{recipe.data.tokenizer}" is not the tokenizer that made '
             f"{file.path}; prepare the corpus again with --tokenizer {recipe.data.tokenizer}, or, "
-            f"in a new run, use {manifest.get('tokenizer')}"
+            f"in a new run, use {theirs}"
         )
     for key, count in wrong.items():
         raise UserError(
