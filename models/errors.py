@@ -4,6 +4,7 @@ import difflib
 import errno
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT)
@@ -55,6 +56,16 @@ def reason_of(error: Exception) -> str:
         case ValueError() if "int_max_str_digits" in message:  # Python's limit
             return "a number has more than 4,300 digits"
     return message
+
+
+def absence(path: Path) -> str:
+    """Say why a path is not a folder: it does not exist, or something else is in its place."""
+    if path.is_symlink() and not path.exists():
+        return f"is a link to {path.readlink()}, which does not exist"
+    if path.exists():
+        return "is a file, not a folder"
+    file = next((parent for parent in path.parents if parent.is_file()), None)
+    return "does not exist" + (f", because {file} is a file" if file else "")
 
 
 def counted(number: int, noun: str) -> str:

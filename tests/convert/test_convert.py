@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from models.errors import UserError
+from models.errors import UserError, absence
 from models.layer_specs import (
     SequentialModel,
     layer_specs,
@@ -45,7 +45,7 @@ from threefold.checkpoint.compatibility import (
 from threefold.checkpoint.format import FileRecord, Manifest
 from threefold.checkpoint.resume import find_initial_weights
 from threefold.checkpoint.state import CheckpointReader
-from threefold.commands import generate
+from threefold.commands import generate, prepare_data, report
 from threefold.commands.convert import main, settings
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
@@ -813,6 +813,27 @@ def test_a_corpus_is_not_a_checkpoint(tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match="the path is a corpus of prepare_data"):
         check_initial_weights(recipe)
+
+
+def test_what_is_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
+    """No message says that a file or a link does not exist."""
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    for name, said in (
+        ("file", "is a file, not a folder"),
+        ("link", "is a link to nowhere, which does not exist"),
+        ("file/inside", f"does not exist, because {tmp_path}/file is a file"),
+        ("absent", "does not exist"),
+    ):
+        assert absence(tmp_path / name) == said
+        for command in (
+            (main, "from-hf", tmp_path / name, tmp_path / "out"),
+            (report.main, tmp_path / name),
+        ):
+            done = run_here(*command)
+            assert done.returncode == 2 and f"{tmp_path / name} {said}" in done.stderr
+    done = run_here(prepare_data.main, "verify", tmp_path / "file")
+    assert done.returncode == 2 and "file is a file, not a folder, so it cannot be" in done.stderr
 
 
 def test_a_run_folder_as_initial_weights_names_its_newest_checkpoint(tmp_path: Path) -> None:

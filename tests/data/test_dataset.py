@@ -455,7 +455,7 @@ REJECTED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         r"has no tokenizer\.json; use the tokenizer of the corpus, .*/data/tokenizer$"),
     "a file instead of a tokenizer": (
         write_manifest, {"data__tokenizer": "{folder}/data/tokenizer/tokenizer.json"},
-        r"is a file, not a folder with .*; use the tokenizer of the corpus, .*/data/tokenizer$"),
+        r"is a file, not a folder; use the tokenizer of the corpus, .*/data/tokenizer$"),
     "no tokenizer": (
         lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(), {},
         r"has no tokenizer\.json"),

@@ -79,7 +79,7 @@ def test_a_folder_that_is_not_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a run folder: it has no"):
         read_run(tmp_path, "empty")
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="is not a folder"):
+    with pytest.raises(UserError, match="is a file, not a folder"):
         read_run(tmp_path / "file", "file")
 
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from models.config import example_pattern
-from models.errors import UserError, reason_of, suggestion, toml_line, toml_value
+from models.errors import UserError, absence, reason_of, suggestion, toml_line, toml_value
 from threefold.config.phases import RENAMED, PhasePlan, PhaseRejected, with_current_names
 from threefold.config.recipe import Recipe
 from threefold.config.sections import FORMER_NAMES, REPOSITORY, short
@@ -396,7 +396,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
         remedy = suggestion("", [str(short(file)) for file in files or recipes_in_repository()])
         raise UserError(f"{short(path)}: this is a folder; {remedy}") from None
     except FileNotFoundError:
-        raise UserError(f"{short(path)}: no such recipe; {_existing_recipe(path)}") from None
+        problem = absence(path) if path.is_symlink() else "no such recipe"
+        raise UserError(f"{short(path)}: {problem}; {_existing_recipe(path)}") from None
     except OSError as error:
         raise UserError(
             f"{short(path)} cannot be read ({error.strerror}); use a file that you can read"
@@ -488,6 +489,7 @@ def _duplicate(text: str, error: str) -> str:
 def _existing_recipe(path: Path) -> str:
     """Return the recipe that resembles a missing one, as a question; otherwise a few recipes."""
     files = [*recipes_in_repository(), *sorted(path.parent.glob("*.toml"))]
+    files = [file for file in files if file.is_file()]
     by_name = {_family_and_size(file): str(short(file)) for file in files}
     if close := difflib.get_close_matches(_family_and_size(path), by_name, n=1, cutoff=0.7):
         return f"did you mean {by_name[close[0]]}?"

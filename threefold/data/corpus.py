@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from models.errors import UserError, reason_of
+from models.errors import UserError, absence, reason_of
 from threefold.config.phases import PhasePlan, Segment
 from threefold.config.recipe import Recipe
 from threefold.config.sections import REPOSITORY, repository_path, short
@@ -30,9 +30,7 @@ def open_corpus(path: str, recipe: Recipe) -> TokenFile:
     """
     tokenizer = repository_path(recipe.data.tokenizer)
     if not (tokenizer / "tokenizer.json").is_file():
-        problem = "has no tokenizer.json" if tokenizer.is_dir() else "does not exist"
-        if tokenizer.is_file():
-            problem = "is a file, not a folder with tokenizer.json"
+        problem = "has no tokenizer.json" if tokenizer.is_dir() else absence(tokenizer)
         own = repository_path(path).parent / "tokenizer"
         advice = tokenizer_advice(recipe.data.tokenizer)
         if (own / "tokenizer.json").is_file():

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.errors import UserError, a_few
+from models.errors import UserError, a_few, absence
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -52,8 +52,8 @@ class TokenFile:
         for name in (self._index, file):
             if not path.parent.is_dir():
                 raise UserError(
-                    f"{path.parent} does not exist; use a corpus that recipes/prepare_data.py has "
-                    f"written"
+                    f"{path.parent} {absence(path.parent)}; use a corpus that "
+                    f"recipes/prepare_data.py has written"
                 )
             if not name.is_file() and path.is_dir():
                 raise UserError(f"{path} is a folder; name a corpus in it, such as {path}/train")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict, disable_progress_bars, load_dataset, load_from_disk
 
-from models.errors import UserError, a_few, counted, reason_of
+from models.errors import UserError, a_few, absence, counted, reason_of
 from threefold.prepare_data.formats import (
     COMPRESSED,
     MAX_PIECE_BYTES,
@@ -233,8 +233,9 @@ def find_files(name: str, option: str = "--source") -> list[Path]:
         found = list(walk(path))
     elif glob.has_magic(name):
         found = list(match(name))
-    elif format_of(path) in SUFFIXES or path.is_absolute():
-        raise UserError(f"{option} {name}: no such file")
+    elif format_of(path) in SUFFIXES or path.is_absolute() or path.is_symlink():
+        problem = absence(path) if path.is_symlink() else "no such file"
+        raise UserError(f"{option} {name}: {problem}")
     else:
         return []
     once = {file.resolve(): file for file in sorted(found, reverse=True)}

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from models.cost import flops_per_token
-from models.errors import UserError, reason_of, suggestion
+from models.errors import UserError, absence, reason_of, suggestion
 from threefold.config.loading import is_nested_too_deeply, parse_recipe
 from threefold.config.phases import PhasePlan, with_current_names
 from threefold.config.recipe import Recipe
@@ -261,12 +261,11 @@ def read_run(path: Path, name: str) -> RunRecord:
         UserError: the folder does not exist, or is not a run folder.
     """
     if not path.is_dir():
-        what = "is not a folder" if path.exists() else "does not exist"
         runs = sorted(file.parent.name for file in path.parent.glob("*/metrics.jsonl"))
         advice = "name a run folder, such as runs/tiny"
         if runs:
             advice = suggestion(path.name, runs, folder=f"{path.parent}/")
-        raise UserError(f"{path} {what}; {advice}")
+        raise UserError(f"{path} {absence(path)}; {advice}")
     files = [path / file for file in ("metrics.jsonl", "events.jsonl", "recipe.toml")]
     if not any(file.exists() for file in files):
         raise UserError(

@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from models.errors import FULL_DISK_ERRORS, UserError, a_few, counted
+from models.errors import FULL_DISK_ERRORS, UserError, a_few, absence, counted
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import REPOSITORY
 from threefold.config.parallel_dims import ParallelDims
@@ -375,7 +375,9 @@ def _is_log(path: Path) -> bool:
 
 def _cannot_write(file: Path | str, error: OSError) -> UserError:
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
-        return UserError(f"{file} is a file; name a folder with --run-dir, such as runs/mine")
+        return UserError(
+            f"{file} {absence(Path(file))}; name a folder with --run-dir, such as runs/mine"
+        )
     is_full = error.errno in FULL_DISK_ERRORS
     remedy = "free disk space" if is_full else "make it writable"
     return UserError(
