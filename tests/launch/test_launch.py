@@ -66,6 +66,22 @@ def test_a_json_that_the_ranks_would_reject_is_rejected_before_they_start(
     assert not options.run_dir.exists()
 
 
+def test_a_container_that_cannot_run_is_rejected_before_the_folder_is_locked(
+    options: argparse.Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for image, said in (
+        (str(tmp_path / "absent.sif"), "absent.sif: no such image; build one as slurm/container/"),
+        (str(options.recipe), "the program apptainer is not on PATH"),
+        ("docker://threefold", "the program apptainer is not on PATH"),
+    ):
+        options.container = image
+        with pytest.raises(UserError, match=f"^--container {image}: ") as raised:
+            launch.prepare(options)
+        assert said in str(raised.value)
+    assert not options.run_dir.exists()
+
+
 def test_a_recipe_without_a_cluster_runs_on_the_hosts_of_the_hostfile(
     options: argparse.Namespace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 
 from models.errors import UserError
 from threefold.config.loading import REPOSITORY, origin
-from threefold.launch.attempt import rank_command
+from threefold.launch.attempt import check_container, rank_command
 from threefold.launch.connection import on_this_machine, over_srun, over_ssh
 from threefold.launch.hosts import read_hostfile, recipe_on_hosts, slurm_hosts
 from threefold.launch.launcher import Launcher, say
@@ -56,6 +56,8 @@ def prepare(options: argparse.Namespace) -> Launcher:
     """
     launcher = options.launcher or ("ssh" if options.hostfile else "srun")
     shares_machine = launcher == "local"
+    if options.container:
+        check_container(options.container, shares_machine=shares_machine)
     recipe, overrides = recipe_on_hosts(
         options.recipe, options.set, options.hostfile, shares_machine=shares_machine, say=say
     )

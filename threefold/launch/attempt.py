@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -358,6 +359,25 @@ def _resume_option(options: argparse.Namespace, recipe: Recipe) -> str:
 def in_container(image: str) -> list[str]:
     """Return the command that starts Python in an Apptainer image, with the GPUs of its host."""
     return ["apptainer", "exec", "--nv", image, "python"]
+
+
+def check_container(image: str, *, shares_machine: bool) -> None:
+    """Check what this machine knows about the image in which the ranks run.
+
+    shares_machine: the ranks run on this machine
+
+    Raises:
+        UserError: the image is missing, or Apptainer on the machine of the ranks.
+    """
+    if "://" not in image and not Path(image).exists():
+        raise UserError(
+            f"--container {image}: no such image; build one as slurm/container/threefold.def says"
+        )
+    if shares_machine and shutil.which("apptainer") is None:
+        raise UserError(
+            f"--container {image}: the program apptainer is not on PATH; install it, or omit "
+            f"--container"
+        )
 
 
 def forwarded(environment: Mapping[str, str], *, container: bool = False) -> dict[str, str]:
