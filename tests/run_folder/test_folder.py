@@ -176,7 +176,7 @@ def test_a_folder_of_checkpoints_that_is_not_there_is_named(tmp_path: Path) -> N
         (["job.log", "lock", "notes.md"], False),
         (["step-0000200/manifest.json"], False),  # the folder of checkpoints
         ([], True),
-        (["lock", "lock.exclusive", "attempts.jsonl", "hang-at-start/stacks.txt"], True),
+        (["lock", "lock.exclusive", "attempts.jsonl", "hang-at-start/1", "wandb/id"], True),
         (["slurm-tiny-1.log", "nohup.out", "logs/1-rank0.log"], True),
         (["lock", "recipe.toml.incomplete"], True),
         (["lease", "launched.toml", "notes.md"], True),

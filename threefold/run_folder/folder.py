@@ -47,7 +47,7 @@ RUN_FILES = (
     "events.jsonl",
     "checkpoints",
 )
-BEFORE_A_RUN = ("lock", "attempts.jsonl", "hang-at-start")
+BEFORE_A_RUN = ("lock", "attempts.jsonl", "hang-at-start", "wandb")
 LOG_SUFFIXES = {".log", ".out", ".err"}
 
 
