@@ -16,6 +16,7 @@ from threefold.commands import launch
 from threefold.config.layout import Cluster
 from threefold.config.loading import load_recipe
 from threefold.launch import hosts
+from threefold.launch.attempt import check_container
 from threefold.runtime.exits import REJECTED
 
 
@@ -72,6 +73,7 @@ def test_a_container_that_cannot_run_is_rejected_before_the_folder_is_locked(
     monkeypatch.setenv("PATH", str(tmp_path))
     for image, said in (
         (str(tmp_path / "absent.sif"), "absent.sif: no such image; build one as slurm/container/"),
+        (str(tmp_path / "absent/x.sif"), "x.sif: no such image; build one as slurm/container/"),
         (str(options.recipe), "the program apptainer is not on PATH"),
         ("docker://threefold", "the program apptainer is not on PATH"),
     ):
@@ -80,6 +82,7 @@ def test_a_container_that_cannot_run_is_rejected_before_the_folder_is_locked(
             launch.prepare(options)
         assert said in str(raised.value)
     assert not options.run_dir.exists()
+    check_container(str(tmp_path / "absent/x.sif"), shares_machine=False)  # nodes may have it
 
 
 def test_a_recipe_without_a_cluster_runs_on_the_hosts_of_the_hostfile(

@@ -177,7 +177,8 @@ def test_a_folder_of_checkpoints_that_is_not_there_is_named(tmp_path: Path) -> N
         (["step-0000200/manifest.json"], False),  # the folder of checkpoints
         ([], True),
         (["lock", "lock.exclusive", "attempts.jsonl", "hang-at-start/1", "wandb/id"], True),
-        (["slurm-tiny-1.log", "nohup.out", "logs/1-rank0.log"], True),
+        (["slurm-tiny-1.log", "nohup.out", "output.txt", "logs/1-rank0.log"], True),
+        ([".nfs1", ".gitkeep", "lost+found"], True),
         (["lock", "recipe.toml.incomplete"], True),
         (["lease", "launched.toml", "notes.md"], True),
         (["events.jsonl", "notes.md"], True),

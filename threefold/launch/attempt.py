@@ -369,7 +369,9 @@ def check_container(image: str, *, shares_machine: bool) -> None:
     Raises:
         UserError: the image is missing, or Apptainer on the machine of the ranks.
     """
-    if "://" not in image and not Path(image).exists():
+    # Nodes may have folders that this machine does not have.
+    is_visible = shares_machine or Path(image).absolute().parent.is_dir()
+    if "://" not in image and is_visible and not Path(image).exists():
         raise UserError(
             f"--container {image}: no such image; build one as slurm/container/threefold.def says"
         )

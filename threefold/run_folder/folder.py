@@ -47,8 +47,8 @@ RUN_FILES = (
     "events.jsonl",
     "checkpoints",
 )
-BEFORE_A_RUN = ("lock", "attempts.jsonl", "hang-at-start", "wandb")
-LOG_SUFFIXES = {".log", ".out", ".err"}
+BEFORE_A_RUN = ("lock", "attempts.jsonl", "hang-at-start", "wandb", ".", "lost+found")
+LOG_SUFFIXES = {".log", ".out", ".err", ".txt"}
 
 
 class RunFolder:
