@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tomli_w
 
+from models.errors import UserError
 from threefold.commands import plan
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.phases import PhasePlan
@@ -17,7 +18,7 @@ from threefold.launch.replanning import Replanner
 from threefold.plan.job import Machine, job_of, recipe_on_cluster
 from threefold.plan.memory.peak import stage_memory
 from threefold.plan.report import predicted_metrics, predicted_metrics_of_run
-from threefold.plan.search import INVALID_LATER
+from threefold.plan.search import INVALID_IN_ANOTHER_STEP
 from threefold.prove.shrink import shrink
 from threefold.sweep.choice import TrialRequest, choose
 
@@ -93,7 +94,7 @@ def test_a_phase_with_its_own_layout_fits(
 def test_a_written_recipe_keeps_all_phases(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, phase: str, expected: list[int]
 ) -> None:
-    """The copy has layout 1 in the phase that was planned, as have the printed options."""
+    """Both the copy and the printed options give layout 1 to the planned phase."""
     source, copy = REPOSITORY / "recipes/tiny-phases.toml", tmp_path / "copy.toml"
     words = [source, "--phase", phase, "--write", copy, "--top", "1"]
     monkeypatch.setattr("sys.argv", ["plan.py", *map(str, words)])
@@ -131,7 +132,7 @@ def test_a_ramp_is_planned_batch_by_batch(
 def test_chosen_layouts_are_valid_in_every_step(
     tmp_path: Path, changes: dict[str, Any], capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 8 data ranks, which are the fastest, a batch of 12 or 20 sequences leaves 4."""
+    """8 data ranks are the fastest, but a batch of 12 or 20 sequences allows only 4."""
     table = tomllib.loads((REPOSITORY / "recipes/tiny.toml").read_text())
     batch = {"global_sequences": 32, "micro_sequences": 1} | changes.get("batch", {})
     table |= changes | {"batch": batch, "cluster": {"nodes": 8, "gpus_per_node": 1, "gpu": "cpu"}}
@@ -150,18 +151,36 @@ def test_chosen_layouts_are_valid_in_every_step(
     with pytest.raises(SystemExit):
         plan.main()
     output = capsys.readouterr().out
-    left_out = int(re.findall(rf"{INVALID_LATER} \((\d+)\)", output)[0])
+    left_out = int(re.findall(rf"{INVALID_IN_ANOTHER_STEP} \((\d+)\)", output)[0])
     assert 0 < left_out < int(re.findall(r"Best of (\d+) layouts", output)[0])
     check(output.partition("To use layout 1: ")[2].split()[1::2])
     assert len(PhasePlan(load_recipe(copy)).segments) > 1
 
     choice = choose(TrialRequest(recipes=[file], top=3))
     assert [trial.job.layout.data for trial in choice.trials] == [4] * 3
-    assert choice.ruled_out[INVALID_LATER] > 0
+    assert choice.ruled_out[INVALID_IN_ANOTHER_STEP] > 0
 
     placement = Replanner(file, ["cluster.nodes=9"]).placement_on(8)
     assert placement is not None
     check(placement.overrides)
+
+
+def test_a_later_phase_that_no_layout_suits_is_named(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tomllib.loads((REPOSITORY / "recipes/tiny.toml").read_text())
+    table["phase"] = [{"name": "later", "start_step": 101, "layout": {"pipeline": 4}}]
+    table["cluster"] = {"nodes": 2, "gpus_per_node": 1, "gpu": "cpu"}
+    file = tmp_path / "own.toml"
+    file.write_text(tomli_w.dumps(table))
+    monkeypatch.setattr("sys.argv", ["plan.py", str(file), "--write", str(tmp_path / "copy.toml")])
+    with pytest.raises(SystemExit):
+        plan.main()
+    output, errors = capsys.readouterr()
+    reason = 'valid in the whole run: phase "later": layout.tensor = 1 x layout.pipeline = 4 needs'
+    assert f"layouts is {reason}" in output and f"no layout is {reason}" in errors
+    with pytest.raises(UserError, match='phase "later": layout'):
+        choose(TrialRequest(recipes=[file]))
 
 
 def test_an_unknown_phase_is_rejected(

@@ -942,7 +942,7 @@ def test_the_command_plans_another_machine_and_writes_a_recipe_for_it(tmp_path: 
     assert rejected.returncode == 2 and "the file exists; use another name" in rejected.stderr
     with pytest.raises(UserError, match=r"folder .*/none does not exist; create it"):
         recipe_edits.check_file(tmp_path / "none" / "mine.toml")
-    with pytest.raises(UserError, match=r"name ends in \.toml; use .*/mine\.toml$"):
+    with pytest.raises(UserError, match=r"name of a recipe must end in \.toml; use .*/mine\.toml$"):
         recipe_edits.check_file(tmp_path / "mine.txt")
     result = search_module.SearchResult(plans=[mock.Mock()])
     full = OSError(errno.ENOSPC, "No space left on device")

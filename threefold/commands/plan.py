@@ -117,10 +117,10 @@ def plan(options: argparse.Namespace) -> int:
     own, problem = own_job(recipe, machine, software)
     own = adjust(own) if own else None
     count = max(options.top, 1 if options.write else 0)
-    accepts = recipe_edits.accepted_in_every_step(whole.recipe, machine, software, phase)
+    problem_of = recipe_edits.problem_in_run(whole.recipe, machine, software, phase)
     result = SearchResult()
     if count:
-        result = search(job, count, headroom=options.headroom, accepts=accepts)
+        result = search(job, count, headroom=options.headroom, problem_of=problem_of)
     steps = len(whole.steps_of(phase))
     segments = whole.segments if len(whole.segments) > 1 else ()
     phases = [phase_row(segment, machine, software, adjust) for segment in segments]

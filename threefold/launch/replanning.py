@@ -12,7 +12,7 @@ from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.plan.job import Job, Machine, job_without_layout, own_job, recipe_on_cluster
 from threefold.plan.memory.peak import GIB, StageMemory, fits, fullest_stage, limit_after_shortage
-from threefold.plan.recipe_edits import edits, options_of
+from threefold.plan.recipe_edits import edits, options_of, problem_in_any_step
 from threefold.plan.search import DEFAULT_HEADROOM, Plan, is_near_tie, search
 from threefold.plan.software import load_software
 from threefold.plan.time.step import step_time
@@ -126,17 +126,16 @@ class Replanner:
         def overrides_for(plan: Plan) -> list[str]:
             return [*overrides, *options_of(whole, plan), *_options_of_phases(whole, plan)]
 
-        def accepts(plan: Plan) -> bool:
-            try:
-                changed, _ = recipe_on_cluster(self.file, [*self.overrides, *overrides_for(plan)])
-            except UserError:
-                return False
-            segments = PhasePlan(changed).segments
-            jobs = [own_job(segment.recipe, machine, software)[0] for segment in segments]
-            return all(job and fits(job) for job in jobs)
+        def changed(plan: Plan) -> Recipe:
+            return recipe_on_cluster(self.file, [*self.overrides, *overrides_for(plan)])[0]
 
         plans = search(
-            job_without_layout(recipe, machine, software), 1, headroom=headroom, accepts=accepts
+            job_without_layout(recipe, machine, software),
+            1,
+            headroom=headroom,
+            problem_of=lambda plan: problem_in_any_step(
+                lambda: changed(plan), machine, software, limit=limit
+            ),
         ).plans
         if not all(job and fits(job) and fullest_stage(job).total <= limit for job in jobs):
             own = None
@@ -144,9 +143,7 @@ class Replanner:
             return _placement(whole, overrides, own)
         if not plans:
             return None
-        overrides = overrides_for(plans[0])
-        changed, _ = recipe_on_cluster(self.file, [*self.overrides, *overrides])
-        return _placement(changed, overrides, plans[0].job)
+        return _placement(changed(plans[0]), overrides_for(plans[0]), plans[0].job)
 
 
 def _options_of_phases(recipe: Recipe, plan: Plan) -> list[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import tomllib
 from collections.abc import Callable, MutableMapping
 from pathlib import Path
@@ -20,7 +21,8 @@ from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import FIRST_PHASE
 from threefold.pipeline.schedules import SCHEDULES
-from threefold.plan.job import Machine, own_job
+from threefold.plan.job import Machine, job_of
+from threefold.plan.memory.peak import fullest_stage
 from threefold.plan.search import Plan, SearchResult
 from threefold.plan.software import Software
 
@@ -58,12 +60,13 @@ def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
 
 
 def edits_in_phase(recipe: Recipe, plan: Plan, phase: str) -> dict[str, Any]:
-    """Return the keys of `edits` in the form of --set that changes only a phase and those after it.
+    """Return `edits` with the keys that --set needs to change only a phase.
 
-    The DeepSpeed JSON is that of the whole run.
+    Phases that inherit its layout change, too. The key `deepspeed` has no prefix, because the whole
+    run has one DeepSpeed JSON.
 
     Args:
-        recipe: the plain recipe of the phase
+        recipe: the recipe of the phase, without [[phase]] tables
     """
     prefix = phase_prefix(phase)
     return {
@@ -72,7 +75,7 @@ def edits_in_phase(recipe: Recipe, plan: Plan, phase: str) -> dict[str, Any]:
 
 
 def phase_prefix(phase: str) -> str:
-    """Return what precedes a key of a phase in --set; empty for the steps before any [[phase]]."""
+    """Return the prefix of a phase's keys in --set, such as "phase.long."; empty for the first."""
     return "" if phase == FIRST_PHASE else f"phase.{phase}."
 
 
@@ -85,7 +88,7 @@ def options_of(recipe: Recipe, plan: Plan, phase: str = FIRST_PHASE) -> list[str
     """Return the values of --set that change the layout of a phase to a plan's.
 
     Args:
-        recipe: the plain recipe of the phase
+        recipe: the recipe of the phase, without [[phase]] tables
     """
     options = []
     for key, value in edits_in_phase(recipe, plan, phase).items():
@@ -95,37 +98,54 @@ def options_of(recipe: Recipe, plan: Plan, phase: str = FIRST_PHASE) -> list[str
     return options
 
 
-def in_layout(recipe: Recipe, plan: Plan, origin: str, phase: str = FIRST_PHASE) -> Recipe:
-    """Return a copy of the recipe in which a phase and those after it have a plan's layout.
+def in_layout(whole: Recipe, plan: Plan, origin: str, phase: str = FIRST_PHASE) -> Recipe:
+    """Return a copy of a recipe in which a phase, and phases that inherit it, have a plan's layout.
 
     Args:
+        whole: the recipe with all phases
         origin: name for error messages
     """
-    table = recipe.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    plain = recipe if phase == FIRST_PHASE else PhasePlan(recipe).recipe_of(phase)
+    table = whole.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
+    plain = whole if phase == FIRST_PHASE else PhasePlan(whole).recipe_of(phase)
     apply_overrides(table, options_of(plain, plan, phase))
     return parse_recipe(table, origin)
 
 
-def accepted_in_every_step(
-    recipe: Recipe, machine: Machine, software: Software, phase: str = FIRST_PHASE
-) -> Callable[[Plan], bool] | None:
-    """Return a function that tells whether a run is valid if a phase has a plan's layout.
+def problem_in_run(
+    whole: Recipe, machine: Machine, software: Software, phase: str = FIRST_PHASE
+) -> Callable[[Plan], str] | None:
+    """Return a function that says why a run rejects a plan's layout in a phase.
 
     Returns:
-        None if all steps of the recipe have the same batch, sequence length and layout
+        None if no check is needed, because all steps have the same batch, sequence length and
+        layout
     """
-    if len(PhasePlan(recipe).segments) == 1:
+    if len(PhasePlan(whole).segments) == 1:
         return None
+    return lambda plan: problem_in_any_step(
+        lambda: in_layout(whole, plan, whole.name, phase), machine, software
+    )
 
-    def accepts(plan: Plan) -> bool:
-        try:
-            whole = PhasePlan(in_layout(recipe, plan, recipe.name, phase))
-        except UserError:
-            return False
-        return all(own_job(segment.recipe, machine, software)[0] for segment in whole.segments)
 
-    return accepts
+def problem_in_any_step(
+    change: Callable[[], Recipe], machine: Machine, software: Software, *, limit: float = math.inf
+) -> str:
+    """Return why a step of a changed recipe is not valid; empty if all are.
+
+    Args:
+        change: returns the changed recipe
+        limit: largest memory of a GPU, in bytes
+    """
+    try:
+        phases = PhasePlan(change())
+        for segment in phases.segments:
+            with phases.naming(segment):
+                job = job_of(segment.recipe, machine, software)
+            if limit < math.inf and fullest_stage(job).total > limit:
+                return f'phase "{segment.phase}" needs too much memory'
+    except UserError as problem:
+        return str(problem)
+    return ""
 
 
 def value_of(recipe: Recipe, key: str) -> Any:
@@ -144,7 +164,8 @@ def check_file(path: Path) -> None:
         raise UserError(f"--write {path}: the file exists; use another name")
     if path.suffix != ".toml":
         raise UserError(
-            f"--write {path}: a recipe's name ends in .toml; use {path.with_suffix('.toml')}"
+            f"--write {path}: the file name of a recipe must end in .toml; use "
+            f"{path.with_suffix('.toml')}"
         )
     if not path.absolute().parent.is_dir():
         raise UserError(
@@ -172,6 +193,8 @@ def write_recipe(
     Raises:
         UserError: no layout fits, or the copy exists or cannot be written.
     """
+    if not result.plans and result.problem:
+        raise UserError(f"--write {path}: no layout is valid in the whole run: {result.problem}")
     if not result.plans:
         reasons = "; ".join(
             f"{count:,} {reason}" for reason, count in result.rejected.most_common()
@@ -214,7 +237,7 @@ def edited_text(source: Path, recipe: Recipe) -> str | None:
     if not source.is_file():
         return None
     try:
-        # Without the end of its last line, no empty line would precede a new section.
+        # If the last line has no newline, tomlkit puts no empty line before a new section.
         document = tomlkit.parse(f"{source.read_text(encoding='utf-8-sig').rstrip()}\n")
         comments, _ = _cut_comments(document.body, (document.body, 0))
         _edit(

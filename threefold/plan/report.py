@@ -249,7 +249,9 @@ def search_lines(result: SearchResult, own: StepTime | None) -> Iterator[str]:
             f"= within {NEAR_TIE:.0%} of the fastest; simplest first. Measure these layouts to "
             f"choose."
         )
-    if not result.plans:
+    if not result.plans and result.problem:
+        yield f"None of {result.tried:,} layouts is valid in the whole run: {result.problem}"
+    elif not result.plans:
         yield f"None of {result.tried:,} layouts fits."
     reasons = ", ".join(f"{reason} ({n:,})" for reason, n in result.rejected.most_common())
     if reasons:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from heapq import nsmallest
-from itertools import dropwhile, product
+from itertools import product
 from math import gcd
 from pathlib import Path
 
@@ -46,7 +46,7 @@ INTERLEAVED_VIRTUAL_STAGES = (2, 4, 8)  # virtual stages per pipeline stage
 DEFAULT_HEADROOM = 0.08
 TOO_LARGE_FOR_GPU = "too large for a GPU"  # reasons of rejected layouts
 TOO_LARGE_FOR_HOST = "too large for the host that builds them"
-INVALID_LATER = "faster but invalid in batch.ramp or another phase"
+INVALID_IN_ANOTHER_STEP = "invalid in another phase or for a batch of batch.ramp"
 NEAR_TIE = 0.02  # relative difference of predicted times that is within the prediction error
 
 
@@ -70,12 +70,15 @@ class SearchResult:
             all layouts with this size
         nearest: the layout that exceeds the GPU memory least, and its excess in GiB; None if any
             layout fits
+        problem: why another step of the run rejects the fastest layout that fits, if it rejects
+            all of them; empty otherwise
     """
 
     plans: list[Plan] = field(default_factory=list)
     tried: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     nearest: tuple[PlannedLayout, float] | None = None
+    problem: str = ""
 
 
 def search(
@@ -83,13 +86,13 @@ def search(
     top: int,
     *,
     headroom: float = DEFAULT_HEADROOM,
-    accepts: Callable[[Plan], bool] | None = None,
+    problem_of: Callable[[Plan], str] | None = None,
 ) -> SearchResult:
     """Find the `top` fastest layouts that fit for a job's model, batch and machine.
 
     A layout fits if it leaves the share `headroom` of a GPU's memory free.
 
-    accepts: returns False for a layout that another step of the run rejects
+    problem_of: returns why another step of the run rejects a layout; empty if none does
 
     This is the procedure of the Ultra-Scale Playbook (Hugging Face 2025: fit a step in memory,
     reach the global batch, maximise throughput), with predictions instead of runs. Recomputation
@@ -139,33 +142,34 @@ def search(
             state_limit, result.nearest = limit, None
         else:
             result.rejected[TOO_LARGE_FOR_GPU] += 1
-    if accepts:
-        result.plans = accepted_plans(fitting, top, accepts, result.rejected)
+    if problem_of:
+        choose_valid_plans(result, fitting, top, problem_of)
     else:
         result.plans = nsmallest(top, fitting, key=order_of_plans(fitting))
     return result
 
 
-def accepted_plans(
-    plans: Sequence[Plan], top: int, accepts: Callable[[Plan], bool], rejected: Counter[str]
-) -> list[Plan]:
-    """Return the first `top` accepted plans, and count the faster ones that are rejected.
+def choose_valid_plans(
+    result: SearchResult, plans: Sequence[Plan], top: int, problem_of: Callable[[Plan], str]
+) -> None:
+    """Add the `top` fastest plans that no step rejects, and count the rejected ones before them.
 
-    `accepts` takes milliseconds, so it is not called for all plans.
+    `problem_of` takes milliseconds per plan, so it is called only until enough plans are found.
     """
     by_time = sorted(plans, key=lambda plan: plan.time.total)
-    left = list(dropwhile(lambda plan: not accepts(plan), by_time))
-    accepted: list[Plan] = []
-    faster = len(plans) - len(left)
-    for plan in sorted(left, key=order_of_plans(left)):
-        if len(accepted) == top:
+    valid = (number for number, plan in enumerate(by_time) if not problem_of(plan))
+    rejected = next(valid, len(by_time))
+    remaining = by_time[rejected:]
+    if by_time and not remaining:
+        result.problem = problem_of(by_time[0])
+    for plan in sorted(remaining, key=order_of_plans(remaining)):
+        if len(result.plans) == top:
             break
-        if accepts(plan):
-            accepted.append(plan)
+        if plan is remaining[0] or not problem_of(plan):
+            result.plans.append(plan)
         else:
-            faster += 1
-    rejected += Counter({INVALID_LATER: faster})  # which adds no count of zero
-    return accepted
+            rejected += 1
+    result.rejected += Counter({INVALID_IN_ANOTHER_STEP: rejected})  # no key for 0
 
 
 def state_exceeds(job: Job, limit: float) -> bool:

@@ -24,7 +24,7 @@ from threefold.plan.memory.peak import (
     limit_after_shortage,
     memory_of_stage,
 )
-from threefold.plan.recipe_edits import accepted_in_every_step, options_of, phase_prefix
+from threefold.plan.recipe_edits import options_of, phase_prefix, problem_in_run
 from threefold.plan.search import search
 from threefold.plan.software import THREEFOLD
 from threefold.plan.time.step import step_time
@@ -114,10 +114,11 @@ class Alternative:
 
 
 def alternative(whole: Recipe, machine: Machine, phase: str = FIRST_PHASE) -> Alternative | None:
-    """Return the nearest layout of a phase that needs less memory, and is valid in the whole run.
+    """Return the most similar layout of a phase that needs less memory and keeps the run valid.
 
     Args:
-        whole: the recipe with all phases, of which `phase` ran out of memory
+        whole: the recipe with all phases
+        phase: the phase that ran out of memory
 
     Returns:
         The same layout with more recomputation if that saves enough memory. Otherwise the layout
@@ -136,14 +137,11 @@ def alternative(whole: Recipe, machine: Machine, phase: str = FIRST_PHASE) -> Al
         if recompute != job.layout.recompute and memory.total <= limit:
             options = [f"{phase_prefix(phase)}layout.recompute={recompute}"]
             return Alternative(options, memory, _slowdown(job, changed))
-    accepts = accepted_in_every_step(whole, machine, THREEFOLD, phase)
-    candidates = sorted(
-        search(job, MAX_CANDIDATES, headroom=headroom).plans,
-        key=lambda plan: (len(options_of(recipe, plan, phase)), plan.time.total),
-    )
-    best = next(filter(accepts, candidates), None)
-    if best is None:
+    problem_of = problem_in_run(whole, machine, THREEFOLD, phase)
+    candidates = search(job, MAX_CANDIDATES, headroom=headroom, problem_of=problem_of).plans
+    if not candidates:
         return None
+    best = min(candidates, key=lambda plan: (len(options_of(recipe, plan, phase)), plan.time.total))
     return Alternative(options_of(recipe, best, phase), best.memory, _slowdown(job, best.job))
 
 

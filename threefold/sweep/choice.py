@@ -17,12 +17,13 @@ from threefold.config.recipe import Recipe
 from threefold.config.sections import short
 from threefold.plan.job import Machine, job_without_layout, recipe_on_cluster
 from threefold.plan.memory.peak import GIB, fits, host_bytes
-from threefold.plan.recipe_edits import accepted_in_every_step, edits, in_layout, value_of
+from threefold.plan.recipe_edits import edits, in_layout, problem_in_run, value_of
 from threefold.plan.search import (
-    INVALID_LATER,
+    INVALID_IN_ANOTHER_STEP,
     TOO_LARGE_FOR_GPU,
     TOO_LARGE_FOR_HOST,
     Plan,
+    choose_valid_plans,
     search,
 )
 from threefold.plan.software import THREEFOLD
@@ -227,22 +228,20 @@ def recipes_of(
     require_auto(recipe, "the sweep tries other layouts")
     machine = Machine.of_cluster(recipe.cluster)
     result = search(job_without_layout(recipe, machine), ALL)
-    accepts = accepted_in_every_step(whole, machine, THREEFOLD)
-    for reason, count in result.rejected.items():
-        if reason in (TOO_LARGE_FOR_GPU, TOO_LARGE_FOR_HOST):
-            ruled_out[reason] += count
     named = [override.partition("=")[0].strip() for override in combination.overrides]
-    found = 0
-    for plan in result.plans:
-        if not agrees(recipe, plan, named):
-            continue
-        if accepts and not accepts(plan):
-            ruled_out[INVALID_LATER] += 1
-            continue
+    plans = [plan for plan in result.plans if agrees(recipe, plan, named)]
+    top = ALL if layouts == "all" else top
+    if problem_of := problem_in_run(whole, machine, THREEFOLD):
+        result.plans.clear()
+        choose_valid_plans(result, plans, top, problem_of)
+        plans = result.plans
+    for reason, count in result.rejected.items():
+        if reason in (TOO_LARGE_FOR_GPU, TOO_LARGE_FOR_HOST, INVALID_IN_ANOTHER_STEP):
+            ruled_out[reason] += count
+    if result.problem:
+        raise UserError(result.problem)
+    for plan in plans[:top]:
         yield in_layout(recipe, plan, recipe.name)
-        found += 1
-        if layouts == "best" and found == top:
-            break
 
 
 def agrees(recipe: Recipe, plan: Plan, keys: Sequence[str]) -> bool:
