@@ -96,7 +96,7 @@ LIMIT := $(if $(BUDGET),--budget $(BUDGET))
 # Compiled kernels are kept, because compiling them takes half a minute.
 test long: export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/inductor
 
-# So is bytecode: without it, each process would compile all modules of the repository.
+# Bytecode is kept: otherwise each process would compile all modules of the repository.
 export PYTHONDONTWRITEBYTECODE :=
 
 test: $(READY) ## run the fast tests, five to ten minutes on two cores

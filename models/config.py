@@ -11,7 +11,7 @@ from models.errors import STRICT_SECTION, UserError, toml_value
 # Scaling of rotary positions, to continue training on longer sequences.
 
 MAX_SIZE = 2**24  # far beyond any model, so that a typing error is reported instead of a hang
-MAX_LAYERS = 10_000  # likewise; layers are counted one by one
+MAX_LAYERS = 10_000  # likewise; the time of a plan grows with the layers
 FP8_TILE = 128  # elements with one scale, and side of a block of a weight, in FP8
 SCALING_KEYS = {  # keys of each type besides `type` and `factor`
     "linear": (),

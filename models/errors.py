@@ -58,14 +58,16 @@ def reason_of(error: Exception) -> str:
     return message
 
 
-def absence(path: Path) -> str:
-    """Say why a path is not a folder: it does not exist, or something else is in its place."""
+def why_no_folder(path: Path) -> str:
+    """Return why a path is no folder: it does not exist, is a broken link, or is a file."""
     if path.is_symlink() and not path.exists():
         return f"is a link to {path.readlink()}, which does not exist"
     if path.exists():
         return "is a file, not a folder"
     file = next((parent for parent in path.parents if parent.is_file()), None)
-    return "does not exist" + (f", because {file} is a file" if file else "")
+    if file:
+        return f"does not exist, because {file} is a file"
+    return "does not exist" + ("" if path.is_absolute() else f" in {Path.cwd()}")
 
 
 def counted(number: int, noun: str) -> str:

@@ -224,14 +224,14 @@ def test_an_empty_path_is_not_the_current_folder(
     monkeypatch.setattr("sys.argv", [f"{name}.py", *words, ""])
     with pytest.raises(SystemExit, match="2"):
         parse()
-    assert "the text is empty; give a value, or omit the option" in capsys.readouterr().err
+    assert "the value is empty, perhaps because a shell variable is unset" in capsys.readouterr().err
 
 
 def test_every_option_that_names_a_file_rejects_an_empty_text() -> None:
     for path, tree in sources():
         for node in ast.walk(tree):
             if isinstance(node, ast.keyword) and node.arg == "type":
-                assert ast.unparse(node.value) != "Path", f"{path}: use file_path"
+                assert ast.unparse(node.value) != "Path", f"{path}: use type=file_path"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from models.errors import UserError, absence
+from models.errors import UserError, why_no_folder
 from models.layer_specs import (
     SequentialModel,
     layer_specs,
@@ -825,7 +825,7 @@ def test_what_is_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
         ("file/inside", f"does not exist, because {tmp_path}/file is a file"),
         ("absent", "does not exist"),
     ):
-        assert absence(tmp_path / name) == said
+        assert why_no_folder(tmp_path / name) == said
         for command in (
             (main, "from-hf", tmp_path / name, tmp_path / "out"),
             (report.main, tmp_path / name),

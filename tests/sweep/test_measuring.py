@@ -83,14 +83,14 @@ def test_real_ranks_measure_layouts(tmp_path: Path) -> None:
 
 
 def test_a_cpu_is_not_measured_as_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank checks its own device: that of another node may be chosen there."""
+    """Each rank checks its own device, because another node may choose a different one."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     cluster = {"nodes": 1, "gpus_per_node": 1, "gpu": "H100"}
     recipe = load_recipe(write_recipe(tmp_path / "small.toml", cluster=cluster))
     request, world = {"recipe": recipe.model_dump(mode="json")}, LaunchEnvironment()
-    with pytest.raises(UserError, match="H100 is the datasheet of a cuda device, and the ranks"):
+    with pytest.raises(UserError, match="is a GPU, and the ranks run on CPUs"):
         worker.checked_recipe(request, world)
-    with pytest.raises(UserError, match="H100 is the datasheet of a cuda device, and the ranks"):
+    with pytest.raises(UserError, match="is a GPU, and the ranks run on CPUs"):
         measure_links({"gpu": "H100", "precision": "bf16"}, world, mock.Mock())
 
 

@@ -375,7 +375,10 @@ def test_invalid_options_are_errors(
         (["--set", "layout.tensor=3"], "not divisible by layout.tensor = 3"),
         (["--steps", "1000001"], "1000001: expected 1 to 1,000,000, for example 4"),
         (["--nodes", "0"], "invalid number 0: expected 1 to 1,000,000"),
-        (["--gpu", "H100"], "--gpu H100 is the datasheet of a cuda device, and the ranks run on"),
+        (
+            ["--gpu", "H100"],
+            "H100 (--gpu or cluster.gpu) is a GPU, and the ranks run on CPUs; unset",
+        ),
         (["--seconds-per-trial", "no"], "invalid duration no"),
     ):
         assert message in sweep.rejection(*options), options

@@ -153,7 +153,7 @@ def plan(options: argparse.Namespace) -> int:
                 print(f"To use layout 1: {changes}")
     if options.write:
         recipe_edits.write_recipe(whole.recipe, result, options.write, options.recipe, phase=phase)
-        where = "" if phase == FIRST_PHASE else f' from phase "{phase}" on'
+        where = "" if phase == FIRST_PHASE else f' in phase "{phase}"'
         print(
             f"wrote {options.write} with layout 1{where}; its run folder is that of {recipe.name} "
             f"unless you change the key `name`",

@@ -92,7 +92,7 @@ def prepare(arguments: list[str], description: str | None = None) -> None:
     from threefold.prepare_data.formats import cut
     from threefold.prepare_data.source import (
         SourceOptions,
-        check_effects,
+        check_unused_options,
         open_source,
         open_validation,
     )
@@ -115,7 +115,7 @@ def prepare(arguments: list[str], description: str | None = None) -> None:
         cut_validation = cut(validation, validation_option(options))
         pieces += [(held_out[number], piece) for number, piece in cut_validation]
         formats += validation
-    check_effects(formats, reading)
+    check_unused_options(formats, reading)
     if options.shard is None or options.shard[0] == 0:  # one of the shards checks for all of them
         check_parts(
             formats,
@@ -222,8 +222,8 @@ def tell(manifest: dict[str, Any], output: Path) -> None:
         print(f"each document begins with the tokens {start}, which the tokenizer adds")
     if ends := manifest.get("ends_in_text"):
         print(
-            f"warning: the text contains the end-of-text token {counted(ends, 'time')}, where "
-            f"training sees the end of a document"
+            f"warning: the end-of-text token occurs {counted(ends, 'time')} inside documents, and "
+            f"training treats it as the end of a document"
         )
     size, wanted = manifest["vocab_size"], manifest["options"].get("vocab_size", 0)
     print(f"written to {output}, vocabulary {size:,}")
@@ -368,8 +368,8 @@ def add_corpus_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--parse-special-tokens", action="store_true",
-        help="turn text such as <|im_start|> into the special token of this name; by default, it "
-        "is tokenized as any other text",
+        help="turn text such as <|im_start|> into the special token with that name; by default, it "
+        "is tokenized like any other text",
     )  # fmt: skip
     parser.add_argument(
         "--vocab-size", type=int,

@@ -7,7 +7,7 @@ from pathlib import Path
 from models.errors import UserError
 from threefold.gpus.datasheet import load_gpu
 from threefold.report.charts import MAX_RUNS
-from threefold.report.page import Watcher, Watching, is_report, render, serve
+from threefold.report.page import Watcher, Watching, may_be_replaced, render, serve
 from threefold.report.run_record import names_of, read_run
 from threefold.run_folder.json_lines import write_whole
 from threefold.runtime.command_line import file_path, seconds
@@ -75,19 +75,26 @@ def check_output(output: Path) -> None:
     """Check that a report may be written to a path.
 
     Raises:
-        UserError: the path is that of a folder, or of a file that is not a report.
+        UserError: the path is that of a folder, or of a file that is not a report or cannot be
+            read.
     """
     if output.is_dir():
         raise UserError(
             f"--output {output} is a folder; use a file in it, such as {output / 'report.html'}"
         )
+    other = output.with_name(f"{output.stem}-2.html")
     try:
-        if not output.exists() or (output.is_file() and is_report(output)):
-            return
-        reason = "exists, and is not a report"
+        is_free = not output.exists() or (output.is_file() and may_be_replaced(output))
     except OSError as error:
-        reason = f"cannot be read ({error.strerror})"
-    raise UserError(f"--output {output} {reason}; use another file, such as report.html")
+        raise UserError(
+            f"--output {output} cannot be read ({error.strerror}); use another file, such as "
+            f"{other}"
+        ) from None
+    if not is_free:
+        raise UserError(
+            f"--output {output} already exists and is not a report; use another file, such as "
+            f"{other}"
+        )
 
 
 def write(output: Path, page: str) -> None:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from models.config import example_pattern
-from models.errors import UserError, absence, reason_of, suggestion, toml_line, toml_value
+from models.errors import UserError, reason_of, suggestion, toml_line, toml_value, why_no_folder
 from threefold.config.phases import RENAMED, PhasePlan, PhaseRejected, with_current_names
 from threefold.config.recipe import Recipe
 from threefold.config.sections import FORMER_NAMES, REPOSITORY, short
@@ -90,9 +90,9 @@ def explain(
     if kind == "string_pattern_mismatch":
         pattern = problem["ctx"]["pattern"]
         complaint = CHARACTERS[pattern]
-        if name := _name_that_fits(problem["input"], pattern):
+        if name := name_that_fits(problem["input"], pattern):
             works = f"{location[-1]} = {toml_value(name)}"
-    if kind in ("float_type", "int_type"):  # maybe a text after --set
+    if kind in ("float_type", "int_type"):  # values after --set may be text
         spelling, _ = number_in_toml(str(problem["input"])) or ("", "")
         if re.fullmatch(r"[\d_]+" if kind == "int_type" else r".*\d.*", spelling):
             works = f"{location[-1]} = {spelling}"
@@ -162,7 +162,7 @@ def _example(location: Location, recipe: type[BaseModel], example: dict[str, Any
     return f"{location[-1]} = {toml_value(value)}"
 
 
-def _name_that_fits(name: str, pattern: str) -> str:
+def name_that_fits(name: str, pattern: str) -> str:
     """Return a name without accents, in which hyphens replace characters that a pattern forbids.
 
     Returns:
@@ -396,7 +396,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         remedy = suggestion("", [str(short(file)) for file in files or recipes_in_repository()])
         raise UserError(f"{short(path)}: this is a folder; {remedy}") from None
     except FileNotFoundError:
-        problem = absence(path) if path.is_symlink() else "no such recipe"
+        problem = why_no_folder(path) if path.is_symlink() else "no such recipe"
         raise UserError(f"{short(path)}: {problem}; {_existing_recipe(path)}") from None
     except OSError as error:
         raise UserError(
@@ -437,12 +437,12 @@ def _advice_on_word(key: str, word: str) -> str:
     if (value := word.lower()) in ("true", "false"):
         return f"true and false are lowercase: {key} = {value}"
     if value in ("none", "null", "nil"):
-        return f"TOML has no {word}; leave {key} out"
+        return f"TOML has no {word}; remove this line if {key} may be missing"
     return f'text needs quotes: {key} = "{word}"'
 
 
 def number_in_toml(text: str) -> tuple[str, str] | None:
-    """Return the spelling in TOML of a number that TOML rejects, and the rule.
+    """Return the valid spelling of a number that TOML rejects, and the rule that it breaks.
 
     Returns:
         None if the text is not such a number
@@ -452,12 +452,15 @@ def number_in_toml(text: str) -> tuple[str, str] | None:
     if re.fullmatch(r"[1-9]\d{0,2}([ ,]\d{3})+", digits):
         return sign + re.sub("[ ,]", "_", digits), "a number has no spaces or commas"
     if re.fullmatch(r"\d+,\d+", digits):
-        return sign + digits.replace(",", "."), "a number has a decimal point, not a comma"
+        return sign + digits.replace(",", "."), "use a decimal point, not a comma"
     if parts := re.fullmatch(r"(\d+\.|\.\d+)([eE][+-]?\d+)?", digits):
         point = f"0{parts[1]}" if parts[1].startswith(".") else f"{parts[1]}0"
-        return f"{sign}{point}{parts[2] or ''}", "a number has digits on both sides of its point"
+        return (
+            f"{sign}{point}{parts[2] or ''}",
+            "a number needs digits on both sides of the decimal point",
+        )
     if digits.lower() in ("inf", "infinity", "nan"):
-        return sign + digits.lower()[:3], "inf and nan are lowercase"
+        return sign + digits.lower()[:3], "TOML writes them inf and nan"
     return None
 
 

@@ -21,7 +21,7 @@ MAX_COUNT = 10**9
 MAX_TOKENS = 10**16
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-PathText = Annotated[str, Field(min_length=1)]  # an empty text would be a folder
+PathText = Annotated[str, Field(min_length=1)]  # "" would mean the repository
 NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 # 1 equals True in Python, so a number has to become something else before it is compared.

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from models.config import ModelConfig, Prediction
-from models.errors import UserError, a_few, absence, counted, reason_of
+from models.errors import UserError, a_few, counted, reason_of, why_no_folder
 from models.hugging_face.config import (
     hugging_face_config,
     imported_model,
@@ -151,9 +151,8 @@ def read_config(folder: Path) -> tuple[ModelConfig, Family]:
             supported.
     """
     if not folder.is_dir():
-        where = "" if folder.is_absolute() or folder.exists() else f" in {Path.cwd()}"
         raise UserError(
-            f"{folder} {absence(folder)}{where}; use a folder written by save_pretrained"
+            f"{folder} {why_no_folder(folder)}; use a folder written by save_pretrained"
         )
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} has no config.json; use a folder written by save_pretrained")

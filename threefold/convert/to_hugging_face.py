@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from models.cost import parameter_count
-from models.errors import UserError, absence, counted, reason_of
+from models.errors import UserError, counted, reason_of, why_no_folder
 from models.hugging_face.config import hugging_face_config
 from models.hugging_face.families import BY_NAME
 from models.hugging_face.weights import counterparts
@@ -142,7 +142,7 @@ def find_tokenizer(source: CheckpointReader, given: Path | None) -> Path | None:
     """Return the folder of the run's tokenizer, or None for imported weights without one.
 
     Raises:
-        UserError: The folder has no tokenizer, or another tokenizer than the run, or one with more
+        UserError: The folder has no tokenizer, a different one from the run's, or one with more
             tokens than the model.
     """
     expected = source.manifest.data.get("tokenizer")
@@ -150,7 +150,7 @@ def find_tokenizer(source: CheckpointReader, given: Path | None) -> Path | None:
         return None
     folder = given or repository_path(source.manifest.recipe["data"]["tokenizer"])
     if not (folder / "tokenizer.json").is_file():
-        problem = "has no tokenizer.json" if folder.is_dir() else absence(folder)
+        problem = "has no tokenizer.json" if folder.is_dir() else why_no_folder(folder)
         raise UserError(
             f"--tokenizer {given} {problem}; use the folder of the run's tokenizer, such as "
             f"data/NAME/tokenizer"
@@ -170,12 +170,12 @@ def find_tokenizer(source: CheckpointReader, given: Path | None) -> Path | None:
 def check_vocabulary(tokenizer: Any, size: int, folder: Path) -> None:
     """Raise a UserError if the tokenizer in a folder has ids that a model does not have.
 
-    size: number of the model's embeddings
+    size: number of embeddings of the model
     """
     if (tokens := vocabulary_size(tokenizer)) > size:
         raise UserError(
-            f"the tokenizer of {folder} has {tokens:,} tokens and the model has {size:,}; use "
-            f"--tokenizer FOLDER with the tokenizer that the model was trained with"
+            f"the tokenizer of {folder} needs {tokens:,} embeddings, and the model has {size:,}; "
+            f"use --tokenizer FOLDER with the tokenizer that the model was trained with"
         )
 
 

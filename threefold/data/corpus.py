@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from models.errors import UserError, absence, reason_of
+from models.errors import UserError, reason_of, why_no_folder
 from threefold.config.phases import PhasePlan, Segment
 from threefold.config.recipe import Recipe
 from threefold.config.sections import REPOSITORY, repository_path, short
@@ -30,11 +30,11 @@ def open_corpus(path: str, recipe: Recipe) -> TokenFile:
     """
     tokenizer = repository_path(recipe.data.tokenizer)
     if not (tokenizer / "tokenizer.json").is_file():
-        problem = "has no tokenizer.json" if tokenizer.is_dir() else absence(tokenizer)
+        problem = "has no tokenizer.json" if tokenizer.is_dir() else why_no_folder(tokenizer)
         own = repository_path(path).parent / "tokenizer"
         advice = tokenizer_advice(recipe.data.tokenizer)
         if (own / "tokenizer.json").is_file():
-            advice = f"use the tokenizer of the corpus, {short(own)}"
+            advice = f"use the corpus's own tokenizer, {short(own)}"
         raise UserError(f'data.tokenizer = "{recipe.data.tokenizer}" {problem}; {advice}')
     check_part(repository_path(path))
     file = TokenFile(repository_path(path))
@@ -106,7 +106,7 @@ def _check_manifest(recipe: Recipe, file: TokenFile) -> None:
             for folder in candidates
             if (folder / "tokenizer.json").is_file() and tokenizer_hash(folder) == made_with
         )
-        theirs = next(fitting, f"that whose tokenizer.json has the SHA-256 {made_with}")
+        theirs = next(fitting, f"the tokenizer whose tokenizer.json has the SHA-256 {made_with}")
         raise UserError(
             f'data.tokenizer = "{recipe.data.tokenizer}" is not the tokenizer that made '
             f"{file.path}; prepare the corpus again with --tokenizer {recipe.data.tokenizer}, or, "

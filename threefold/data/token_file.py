@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from models.errors import UserError, a_few, absence
+from models.errors import UserError, a_few, why_no_folder
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -52,7 +52,7 @@ class TokenFile:
         for name in (self._index, file):
             if not path.parent.is_dir():
                 raise UserError(
-                    f"{path.parent} {absence(path.parent)}; use a corpus that "
+                    f"{path.parent} {why_no_folder(path.parent)}; use a corpus that "
                     f"recipes/prepare_data.py has written"
                 )
             if not name.is_file() and path.is_dir():

@@ -95,19 +95,24 @@ def is_cpu(name: str) -> bool:
 
 
 def check_device(name: str, device: str) -> None:
-    """Check that measurements on a kind of device may be recorded as those of a `cluster.gpu`.
+    """Reject measurements on a CPU for the datasheet of a GPU, and the reverse.
 
     Args:
-        device: as in `torch.device.type`
+        name: the recipe's `cluster.gpu`, or --gpu
+        device: kind of the measured device, as in `torch.device.type`
 
     Raises:
         UserError: the datasheet describes another kind of device.
     """
-    described = "cpu" if is_cpu(name) else "cuda"
-    if device != described:
+    if device == "cpu" and not is_cpu(name):
         raise UserError(
-            f"--gpu {name} is the datasheet of a {described} device, and the ranks run on "
-            f"{device}; unset DS_ACCELERATOR, or use --gpu cpu"
+            f"{name} (--gpu or cluster.gpu) is a GPU, and the ranks run on CPUs; unset "
+            f"DS_ACCELERATOR, or use --gpu cpu"
+        )
+    if device != "cpu" and is_cpu(name):
+        raise UserError(
+            f"{name} (--gpu or cluster.gpu) is a CPU, and the ranks run on GPUs; use "
+            f"DS_ACCELERATOR=cpu, or name the GPU with --gpu"
         )
 
 

@@ -362,18 +362,19 @@ def in_container(image: str) -> list[str]:
 
 
 def check_container(image: str, *, shares_machine: bool) -> None:
-    """Check what this machine knows about the image in which the ranks run.
+    """Reject a missing container image or Apptainer, as far as this machine can tell.
 
     shares_machine: the ranks run on this machine
 
     Raises:
-        UserError: the image is missing, or Apptainer on the machine of the ranks.
+        UserError: the image does not exist, or the ranks run here and apptainer is not on PATH.
     """
     # Nodes may have folders that this machine does not have.
     is_visible = shares_machine or Path(image).absolute().parent.is_dir()
     if "://" not in image and is_visible and not Path(image).exists():
         raise UserError(
-            f"--container {image}: no such image; build one as slurm/container/threefold.def says"
+            f"--container {image}: no such image; build one as described in "
+            f"slurm/container/threefold.def"
         )
     if shares_machine and shutil.which("apptainer") is None:
         raise UserError(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from datasets import Dataset, DatasetDict, disable_progress_bars, load_dataset, load_from_disk
 
-from models.errors import UserError, a_few, absence, counted, reason_of
+from models.errors import UserError, a_few, counted, reason_of, why_no_folder
 from threefold.prepare_data.formats import (
     COMPRESSED,
     MAX_PIECE_BYTES,
@@ -102,30 +102,30 @@ def open_source(names: Sequence[str], reading: SourceOptions) -> list[Format]:
     return formats
 
 
-def check_effects(formats: Sequence[Format], reading: SourceOptions) -> None:
-    """Raise a UserError if an option about one kind of source is given, and no source is of it."""
-    for option, is_given, has_effect, kind in (
+def check_unused_options(formats: Sequence[Format], reading: SourceOptions) -> None:
+    """Raise a UserError if an option is given that affects none of the sources."""
+    for option, is_given, has_effect, reason in (
         (
             f"--text-is {reading.text_is}",
             reading.text_is != "line",
             any(isinstance(reader, Texts) and not reader.lenient for reader in formats),
-            "a text file",
+            "no source is a text file",
         ),
         (
             f"--column {reading.column}",
             reading.column != "text",
             any(reader.column for reader in formats),
-            "a format with columns",
+            "no source has columns",
         ),
         (
             "--streaming",
             reading.streaming,
             any(isinstance(reader, Stream) for reader in formats),
-            "a dataset of the hub",
+            "no source is a dataset on the hub",
         ),
     ):
         if is_given and not has_effect:
-            raise UserError(f"{option} has no effect, because no source is {kind}; omit it")
+            raise UserError(f"{option} has no effect, because {reason}; omit it")
 
 
 def check_no_configuration(name: str, reading: SourceOptions) -> None:
@@ -234,7 +234,7 @@ def find_files(name: str, option: str = "--source") -> list[Path]:
     elif glob.has_magic(name):
         found = list(match(name))
     elif format_of(path) in SUFFIXES or path.is_absolute() or path.is_symlink():
-        problem = absence(path) if path.is_symlink() else "no such file"
+        problem = why_no_folder(path) if path.is_symlink() else "no such file"
         raise UserError(f"{option} {name}: {problem}")
     else:
         return []
@@ -366,7 +366,7 @@ def open_file(file: Path, reading: SourceOptions) -> Format:
 
 
 def check_delimiter(file: Path, column: str) -> None:
-    """Raise a UserError if the header of a .csv has another delimiter than a comma."""
+    """Raise a UserError if the header of a .csv has a delimiter other than a comma."""
     with open_bytes(file) as stream:
         header = stream.readline(4096).decode("utf-8-sig", errors="replace").rstrip("\r\n")
     if "," in header or header.strip('"') == column:
@@ -374,7 +374,7 @@ def check_delimiter(file: Path, column: str) -> None:
     for mark, name in DELIMITERS.items():
         if mark in header:
             raise UserError(
-                f"{file}: the columns are separated by {name}; separate them by commas, or write "
+                f"{file}: the columns are separated by {name}; separate them with commas, or write "
                 f"the table as .jsonl or .parquet"
             )
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from models.errors import UserError, counted, reason_of
-from threefold.config.loading import value_text
+from threefold.config.loading import MAX_NAME_CHARACTERS, name_that_fits, value_text
 from threefold.config.sections import SET_NAME, repository_path
 from threefold.data.corpus import check_part
 from threefold.data.tasks import read_items
@@ -197,7 +198,7 @@ def _item(
 
 # The command `prepare_data.py tasks`, which writes task files for evaluation.tasks.
 
-ITEMS = 500
+DEFAULT_ITEMS = 500
 MAKERS = {"next-line": next_line, "last-word": last_word}
 DESCRIPTION = """Write a task for evaluation.tasks of a recipe.
 
@@ -221,11 +222,12 @@ def write_task(arguments: list[str]) -> None:
     output = repository_path(options.output)
     if output.exists():
         raise UserError(f"--output {options.output} already exists; use another file, or delete it")
-    if not re.fullmatch(SET_NAME, output.stem):
-        name = re.sub("[^A-Za-z0-9._-]+", "_", output.stem).strip("._-") or "task"
+    if not re.fullmatch(SET_NAME, output.stem) or len(output.stem) > MAX_NAME_CHARACTERS:
+        name = name_that_fits(output.stem, f"^{SET_NAME}$") or "task"
         raise UserError(
-            f"--output {options.output}: the file is named after the task, whose name has letters, "
-            f"digits, . _ and - only; use --output {Path(options.output).with_stem(name)}"
+            f"--output {options.output}: the task takes the name of the file, which must begin "
+            f"with a letter or a digit, contain only these and . _ -, and have at most "
+            f"{MAX_NAME_CHARACTERS} characters; use --output {Path(options.output).with_stem(name)}"
         )
     for option, value, kinds in (
         ("--delimiter", options.delimiter, ["samples"]),
@@ -233,14 +235,14 @@ def write_task(arguments: list[str]) -> None:
     ):
         if value is not None and options.kind not in kinds:
             raise UserError(
-                f"{option} {value!r} has no effect with {options.kind}, only with "
-                f"{' and '.join(kinds)}; omit it"
+                f"{option} {shlex.quote(str(value))} has no effect with {options.kind}, only with "
+                f"{' or '.join(kinds)}; omit it"
             )
     if options.kind == "samples":
         items = items_of_samples(Path(options.source), options.delimiter)
     else:
         corpus = repository_path(options.source)
-        items = make_items(corpus, MAKERS[options.kind], count=options.items or ITEMS)
+        items = make_items(corpus, MAKERS[options.kind], count=options.items or DEFAULT_ITEMS)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, "".join(line(item) for item in items))
     try:
@@ -281,7 +283,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--items",
         type=count,
-        help=f"number of items (default: {ITEMS}); not for samples",
+        help=f"number of items (default: {DEFAULT_ITEMS}); not for samples",
     )
     parser.add_argument(
         "--delimiter",

@@ -54,8 +54,8 @@ class Tokenization:
     tokenizer_sha256: hash of the tokenizer
     start: tokens before each document, which the tokenizer puts before every text
     end: token after each document
-    split_special_tokens: tokenize the text of a special token as any other text, as the attribute
-        of that name of transformers' tokenizers does
+    split_special_tokens: tokenize the text of special tokens like any other text, as in
+        transformers' tokenizers
     validation_fraction: share of the documents that is held out
     held_out: numbers of the formats whose documents are the validation part
     skip: kinds of problems whose rows are skipped; other problems raise
@@ -157,7 +157,7 @@ class Tokenization:
         """Tokenize documents, and add each to its part.
 
         Returns:
-            The number of tokens, and that of end tokens within the documents.
+            The number of tokens, and the number of end tokens inside documents.
         """
         is_validation = format_number in self.held_out
         tokenizer = fast_tokenizer(self.tokenizer, self.split_special_tokens)
@@ -176,7 +176,7 @@ class Tokenization:
             parts["validation" if held_out else "train"].append(
                 [*self.start, *encoding.ids, self.end]
             )
-        total, ends = 0, -len(texts) * [*self.start, self.end].count(self.end)
+        total = ends = 0
         for name, sequences in parts.items():
             tokens = np.fromiter(chain.from_iterable(sequences), np.int64)
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
@@ -184,7 +184,8 @@ class Tokenization:
             files[name].write(tokens, np.array([len(ids) for ids in sequences], np.int64))
             total += tokens.size
             ends += int(np.count_nonzero(tokens == self.end))
-        return total, ends
+        added = len(texts) * [*self.start, self.end].count(self.end)
+        return total, ends - added
 
 
 @dataclass
@@ -193,7 +194,7 @@ class PieceCounts:
 
     parts: documents, tokens and SHA-256 of the .bin, by part
     skipped: skipped rows, by kind of problem
-    ends_in_text: tokens within documents that are the token after each document
+    ends_in_text: number of end tokens inside documents
     """
 
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from models.errors import UserError, absence, reason_of
+from models.errors import UserError, reason_of, why_no_folder
 from threefold.config.sections import repository_path
 from threefold.data.corpus import tokenizer_advice
 from threefold.data.manifest import folder_hash, tokenizer_hash
@@ -44,8 +44,8 @@ def copy_tokenizer(name: str, workspace: Path) -> Path:
         )
     if not is_folder and "/" in name and (name.count("/") > 1 or path.parent.is_dir()):
         raise UserError(
-            f"--tokenizer {name} {absence(path)}; {tokenizer_advice(name)} (or give the name of a "
-            f"tokenizer on the hub)"
+            f"--tokenizer {name} {why_no_folder(path)}; {tokenizer_advice(name)} (or give the name "
+            f"of a tokenizer on the hub)"
         )
     tokenizer = load_tokenizer(path if is_folder else name, f"--tokenizer {name}")
     if tokenizer.eos_token_id is None:

@@ -56,7 +56,8 @@ class Experiment:
 
     Attributes:
         phase_plan: the phases of the whole recipe, with the overrides of the command line
-        recipe: the plain recipe of the phase that the ranks train
+        phase: the name of the phase that the ranks train
+        recipe: the recipe of this phase, without [[phase]] tables
         origin: the recipe's file and the overrides, for messages
         dims: the layout of the ranks in this phase
         precision: "fp32", "bf16" or "fp16"
@@ -64,6 +65,7 @@ class Experiment:
 
     world: LaunchEnvironment
     phase_plan: PhasePlan
+    phase: str
     recipe: Recipe
     origin: str
     dims: ParallelDims
@@ -75,21 +77,23 @@ class Experiment:
         """The recipe with its phases."""
         return self.phase_plan.recipe
 
-    @property
-    def phase(self) -> str:
-        """The name of the phase that the ranks train."""
-        return next(each.phase for each in self.phase_plan.segments if each.recipe == self.recipe)
-
     def at(self, step: int) -> "Experiment":
         """Return the experiment in the phase of a step.
 
         Raises:
             UserError: the phase cannot run on the ranks.
         """
-        recipe = self.phase_plan.at(step).recipe
-        dims = recipe.parallel_dims(self.world)
-        config = build_deepspeed_config(recipe, dims)
-        return replace(self, recipe=recipe, dims=dims, config=config, precision=precision(config))
+        segment = self.phase_plan.at(step)
+        dims = segment.recipe.parallel_dims(self.world)
+        config = build_deepspeed_config(segment.recipe, dims)
+        return replace(
+            self,
+            phase=segment.phase,
+            recipe=segment.recipe,
+            dims=dims,
+            config=config,
+            precision=precision(config),
+        )
 
 
 def read_experiment(file: Path, overrides: Sequence[str]) -> Experiment:
@@ -131,7 +135,9 @@ def check_phases(
             dims = recipe.parallel_dims(world)
             config = build_deepspeed_config(recipe, dims, has_gpu=has_gpu)
             number_format = precision(config)
-        experiments.append(Experiment(world, plan, recipe, name, dims, config, number_format))
+        experiments.append(
+            Experiment(world, plan, segment.phase, recipe, name, dims, config, number_format)
+        )
     return experiments[0]
 
 

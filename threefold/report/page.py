@@ -472,8 +472,8 @@ def _own_file(name: str) -> str:
     return (FOLDER / name).read_text(encoding="utf-8")
 
 
-def is_report(file: Path) -> bool:
-    """Return True if a file is a page of this module, or empty.
+def may_be_replaced(file: Path) -> bool:
+    """Return True if a report may replace a file: it is a report, or empty.
 
     Raises:
         OSError: the file cannot be read.

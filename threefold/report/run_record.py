@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from models.cost import flops_per_token
-from models.errors import UserError, absence, reason_of, suggestion
+from models.errors import UserError, reason_of, suggestion, why_no_folder
 from threefold.config.loading import is_nested_too_deeply, parse_recipe
 from threefold.config.phases import PhasePlan, with_current_names
 from threefold.config.recipe import Recipe
@@ -265,7 +265,7 @@ def read_run(path: Path, name: str) -> RunRecord:
         advice = "name a run folder, such as runs/tiny"
         if runs:
             advice = suggestion(path.name, runs, folder=f"{path.parent}/")
-        raise UserError(f"{path} {absence(path)}; {advice}")
+        raise UserError(f"{path} {why_no_folder(path)}; {advice}")
     files = [path / file for file in ("metrics.jsonl", "events.jsonl", "recipe.toml")]
     if not any(file.exists() for file in files):
         raise UserError(

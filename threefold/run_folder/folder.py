@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from models.errors import FULL_DISK_ERRORS, UserError, a_few, absence, counted
+from models.errors import FULL_DISK_ERRORS, UserError, a_few, counted, why_no_folder
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import REPOSITORY
 from threefold.config.parallel_dims import ParallelDims
@@ -37,17 +37,17 @@ from threefold.run_folder.lock import FolderLock, Lease, revoke
 METRIC_KEYS = {"step": (int,)}
 EVENT_KEYS = {"event": (str,), "step": (int,)}
 
-# Beginnings of names in a run folder. A folder that contains others, and none of RUN_FILES, belongs
-# to no run. BEFORE_A_RUN and log files may exist before a run has locked the folder.
-RUN_FILES = (
+# A folder with one of RUN_FILES is a run folder. Another folder becomes one only if it is empty or
+# has nothing but files of BEFORE_A_RUN, logs and hidden files.
+RUN_FILES = {
     "recipe.toml",
     "launched.toml",
     "lease",
     "metrics.jsonl",
     "events.jsonl",
     "checkpoints",
-)
-BEFORE_A_RUN = ("lock", "attempts.jsonl", "hang-at-start", "wandb", ".", "lost+found")
+}
+BEFORE_A_RUN = {"lock", "attempts.jsonl", "hang-at-start", "wandb", "lost+found"}
 LOG_SUFFIXES = {".log", ".out", ".err", ".txt"}
 
 
@@ -105,20 +105,20 @@ class RunFolder:
             lock.release()
 
     def _check_owner(self) -> None:
-        """Raise a UserError if the folder has files, but none of a run.
+        """Raise a UserError if the folder has files and is not a run folder.
 
         A run would mix its files with those of a corpus or of recipes, and `move_aside` would
-        rename them.
+        rename their folder.
         """
         if not self.path.is_dir():
             return
         entries = list(self.path.iterdir())
-        if any(entry.name.startswith(RUN_FILES) for entry in entries):
+        if any(_is_one_of(RUN_FILES, entry) for entry in entries):
             return
         others = [
             entry.name
             for entry in sorted(entries)
-            if not (entry.name.startswith(BEFORE_A_RUN) or _is_log(entry))
+            if not (_is_one_of(BEFORE_A_RUN, entry) or _is_log(entry))
         ]
         if others:
             raise UserError(
@@ -366,8 +366,15 @@ def _read(lines: LineFile) -> list[dict[str, Any]]:
         ) from None
 
 
+def _is_one_of(names: set[str], path: Path) -> bool:
+    """Return True if a file has one of the names, maybe with a suffix such as ".incomplete"."""
+    return any(path.name == name or path.name.startswith(f"{name}.") for name in names)
+
+
 def _is_log(path: Path) -> bool:
-    """Return True for the log file of a launcher or a job, or a folder with only such files."""
+    """Return True for a hidden file, a log of a launcher or a job, or a folder with only logs."""
+    if path.name.startswith("."):
+        return True
     if path.is_dir():
         return all(map(_is_log, path.iterdir()))
     return path.suffix in LOG_SUFFIXES
@@ -376,7 +383,7 @@ def _is_log(path: Path) -> bool:
 def _cannot_write(file: Path | str, error: OSError) -> UserError:
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
         return UserError(
-            f"{file} {absence(Path(file))}; name a folder with --run-dir, such as runs/mine"
+            f"{file} {why_no_folder(Path(file))}; name a folder with --run-dir, such as runs/mine"
         )
     is_full = error.errno in FULL_DISK_ERRORS
     remedy = "free disk space" if is_full else "make it writable"

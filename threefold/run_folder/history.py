@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from models.errors import a_few, absence, suggestion
+from models.errors import a_few, suggestion, why_no_folder
 from threefold.config.phases import PhasePlan
 from threefold.config.sections import FORMER_NAMES, REPOSITORY, short, with_current_keys
 from threefold.run_folder.json_lines import MAX_INTEGER_IN_LINE, flush, number
@@ -210,8 +210,7 @@ def newest_step(folder: Path) -> int:
 def no_checkpoint(path: Path) -> str:
     """Say that a path has no checkpoint: what was looked for, where, and what exists there."""
     if not path.exists():
-        where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        problem = f"{path} {absence(path)}{where}"
+        problem = f"{path} {why_no_folder(path)}"
     elif path.is_dir():
         problem = f"{path} has no checkpoint: neither manifest.json nor checkpoints/step-..."
     else:

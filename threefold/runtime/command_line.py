@@ -94,18 +94,20 @@ def add_json(parser: Options) -> None:
 
 
 def filled(text: str) -> str:
-    """Return the value of an option that cannot be empty.
+    """Return the value of an option that must not be empty.
 
     Raises:
-        ArgumentTypeError: the text is empty, for example because it is that of an unset variable.
+        ArgumentTypeError: the text is empty, for example because a shell variable is unset.
     """
     if not text.strip():
-        raise argparse.ArgumentTypeError("the text is empty; give a value, or omit the option")
+        raise argparse.ArgumentTypeError(
+            "the value is empty, perhaps because a shell variable is unset; give a value"
+        )
     return text
 
 
 def file_path(text: str) -> Path:
-    """Return the path of a file or folder; an empty text would be the current folder.
+    """Return the path of a file or folder. An empty text, which means the current one, is rejected.
 
     Raises:
         ArgumentTypeError: the text is empty.
@@ -162,11 +164,11 @@ def picture_file(text: str) -> Path:
 def count(text: str, most: int = 10**6) -> int:
     """Parse a whole number of at least 1.
 
-    most: the largest number; a million only catches typing errors
+    most: the largest number; the default of a million only catches typing errors
     """
     if not text.isdecimal() or not 1 <= int(text) <= most:
         raise argparse.ArgumentTypeError(
-            f"invalid number {text}: expected 1 to {most:,}, for example 4"
+            f"invalid number {text}: expected 1 to {most}, for example 4"
         )
     return int(text)
 
@@ -219,5 +221,5 @@ failures_per_day = number_type(
 )
 seconds = number_type("duration", lambda duration: 0 < duration < 10**9, "seconds, such as 120")
 seconds_to_wait = number_type(
-    "duration", lambda duration: 0 <= duration < 10**9, "0 or more seconds, such as 300"
+    "duration", lambda duration: 0 <= duration < 10**9, "0 to 999999999 seconds, such as 300"
 )

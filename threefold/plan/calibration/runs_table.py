@@ -198,7 +198,7 @@ class RowReader:
             return 1
         chunks = self.whole("vpp")
         if pipeline == 1 and chunks > 1:
-            raise UserError(f"vpp = {chunks} with pp = 1")
+            raise UserError(f"vpp = {chunks} needs pp > 1; leave vpp empty")
         return chunks
 
     def cell(self, key: str) -> str:
@@ -610,7 +610,7 @@ class RowReader:
 # mem_gb excludes the memory of CUDA and NCCL. round_times_s has the step times of the rounds of a
 # sweep ("1.21 1.24 1.22"), which tell noise from differences. usable_for_time = 0 excludes a row's
 # time from the comparison. A number may be followed by words. A row with a cell that cannot be read
-# is skipped. Other columns, such as notes, are not read; those that look misspelt are rejected.
+# is skipped. Other columns, such as notes, are ignored, but names that resemble these are rejected.
 
 SHAPE_COLUMNS = {"layers", "hidden", "heads", "ffn"}  # or `model`, the name of a known model
 REQUIRED_COLUMNS = {
@@ -624,7 +624,7 @@ COLUMNS = {
     "ep_overlap", "cp_kind", "schedule", "layers_per_stage", "fsdp", "zero_stage", "seq_parallel",
     "recompute", "recompute_interval", "oom", "mem_kind", "round_times_s", "usable_for_time",
 }  # fmt: skip
-# Columns of published tables that resemble others and are not read.
+# Columns of published tables that resemble these but are ignored.
 UNREAD_COLUMNS = {"peak_tflops", "hfu_pct"}
 
 
@@ -669,12 +669,12 @@ def read_table(path: Path) -> list[MeasuredRow]:
 
     Raises:
         UserError: the file is not a table, lacks a column, has two of the same name, or has one
-            whose name is misspelt.
+            whose name looks misspelt.
     """
     if missing := missing_columns(path):
         columns = ", ".join(sorted(missing))
         raise UserError(f"{path}: missing columns: {columns}; it is not a table of runs")
-    check_names(path)
+    check_column_names(path)
     return [read_row(cells) for cells in read_cells(path)]
 
 
@@ -724,19 +724,15 @@ def missing_columns(path: Path) -> set[str]:
     return (REQUIRED_COLUMNS | shape) - columns
 
 
-def check_names(path: Path) -> None:
-    """Check that no column looks like a misspelt one; other columns, such as notes, are not read.
-
-    Raises:
-        UserError: a column's name resembles that of a column that the table lacks.
-    """
+def check_column_names(path: Path) -> None:
+    """Raise a UserError if a column's name resembles that of a column that the table lacks."""
     columns = columns_of(path)
     absent = sorted(COLUMNS - columns)
     for name in sorted(columns - COLUMNS - UNREAD_COLUMNS):
         if close := difflib.get_close_matches(name, absent, n=1, cutoff=0.7):
             raise UserError(
-                f"{path}: unknown column {name!r}; did you mean {close[0]}? If not, give it a name "
-                f"that differs more, such as notes"
+                f"{path}: unknown column {name!r}; did you mean {close[0]}? If not, rename your "
+                f"column, because the names are too similar"
             )
 
 

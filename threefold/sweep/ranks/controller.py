@@ -138,13 +138,13 @@ class SlurmLauncher:
 
 
 def check_workers(kind: WorkerKind, launcher: WorkerLauncher) -> None:
-    """Check workers before any process starts.
+    """Check that workers can start, and that they run on the right kind of device.
 
     Raises:
         UserError: the launcher cannot start them, or they would run on another kind of device.
     """
     launcher.check(kind)
-    if os.environ.get("DS_ACCELERATOR") == "cpu":  # which all ranks get
+    if os.environ.get("DS_ACCELERATOR") == "cpu":  # all ranks inherit it
         check_device(kind.gpu, "cpu")
 
 
