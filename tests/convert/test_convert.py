@@ -1079,7 +1079,7 @@ def test_a_tokenizer_comes_from_another_folder(
     tokenizer.add_tokens([f"more{number}" for number in range(1000)])
     tokenizer.save_pretrained(tmp_path / "larger")
     done = run_here(generate.main, model, "--prompt", "t5", "--tokenizer", tmp_path / "larger")
-    assert done.returncode == 2 and "tokens and the model has" in done.stderr
+    assert done.returncode == 2 and "embeddings, and the model has" in done.stderr
 
 
 def test_a_larger_tokenizer_is_not_exported(exported: Path, tmp_path: Path) -> None:
@@ -1091,7 +1091,7 @@ def test_a_larger_tokenizer_is_not_exported(exported: Path, tmp_path: Path) -> N
     done = run_here(main, *words, tmp_path / "larger")
     assert (
         done.returncode == 2
-        and f"{tmp_path / 'larger'} has 1,250 tokens and the model has 250" in done.stderr
+        and f"{tmp_path / 'larger'} needs 1,250 embeddings, and the model has 250" in done.stderr
     )
     assert not list(tmp_path.glob("out*"))
 

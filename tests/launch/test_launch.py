@@ -72,8 +72,14 @@ def test_a_container_that_cannot_run_is_rejected_before_the_folder_is_locked(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     for image, said in (
-        (str(tmp_path / "absent.sif"), "absent.sif: no such image; build one as slurm/container/"),
-        (str(tmp_path / "absent/x.sif"), "x.sif: no such image; build one as slurm/container/"),
+        (
+            str(tmp_path / "absent.sif"),
+            "absent.sif: no such image; build one as described",
+        ),
+        (
+            str(tmp_path / "absent/x.sif"),
+            "x.sif: no such image; build one as described",
+        ),
         (str(options.recipe), "the program apptainer is not on PATH"),
         ("docker://threefold", "the program apptainer is not on PATH"),
     ):

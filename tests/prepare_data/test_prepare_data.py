@@ -174,7 +174,7 @@ def test_the_text_of_a_special_token_does_not_end_a_document(
     assert tokenizer.decode(tokens) == f"a {end} b{end}c{end}"
     assert (tokens == tokenizer.eos_token_id).sum() == 2
     parsed = prepare(*words, "--output", tmp_path / "parsed", "--parse-special-tokens")
-    assert "warning: the text contains the end-of-text token 1 time, where" in parsed.stdout
+    assert "warning: the end-of-text token occurs 1 time inside documents, and" in parsed.stdout
     file = TokenFile(tmp_path / "parsed" / "train")
     assert (file.read(0, file.count) == tokenizer.eos_token_id).sum() == 3
     again = prepare(*words, "--output", tmp_path / "parsed")
@@ -266,8 +266,8 @@ def test_pieces_without_a_start_are_not_used_for_documents_with_one(tmp_path: Pa
         (["--tokenizer", "NOWHERE.tokenizer"], "NOWHERE.tokenizer does not exist; "),
         (["--tokenizer", "FILE/tokenizer.json"], "tokenizer.json is a file; use its folder, "),
         (["--text-is", "file"], "--text-is file has no effect, because no source is a text file"),
-        (["--streaming"], "--streaming has no effect, because no source is a dataset of the hub"),
-        (["--source", "PLAIN.txt"], "--column body has no effect, because no source is a format"),
+        (["--streaming"], "--streaming has no effect, because no source is a dataset on the hub"),
+        (["--source", "PLAIN.txt"], "--column body has no effect, because no source has columns"),
         (["--config", "abc"], "--config abc: --source "),
         (["--split", "validation"], "--split validation: "),
         (["--tokenizer", "data/wikki/tokenizer"], "data/wikki/tokenizer does not exist; "),

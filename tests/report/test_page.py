@@ -363,7 +363,7 @@ def test_only_an_earlier_report_is_replaced(tmp_path: Path) -> None:
         before = file.read_bytes()
         done = run_here(main, run, "--output", file)
         assert done.returncode == 2
-        assert f"--output {file} exists, and is not a report; use another file" in done.stderr
+        assert f"--output {file} already exists and is not a report; use" in done.stderr
         assert file.read_bytes() == before
     assert report.read_text() == page and not list(tmp_path.rglob("*.incomplete"))
 

@@ -457,7 +457,7 @@ def number_in_toml(text: str) -> tuple[str, str] | None:
         point = f"0{parts[1]}" if parts[1].startswith(".") else f"{parts[1]}0"
         return (
             f"{sign}{point}{parts[2] or ''}",
-            "a number needs digits on both sides of the decimal point",
+            "the point needs digits on both sides",
         )
     if digits.lower() in ("inf", "infinity", "nan"):
         return sign + digits.lower()[:3], "TOML writes them inf and nan"
