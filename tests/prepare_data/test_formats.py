@@ -231,7 +231,7 @@ REFUSED = {
     "other.csv": (b"name,age\na,1\n", "other.csv has the columns name, age (use --column name)"),
     "semicolons.csv": (
         b"\xef\xbb\xbfid;text\n1;a, b, c\n",
-        "semicolons.csv: the columns are separated by semicolons; separate them by commas, or",
+        "semicolons.csv: the columns are separated by semicolons; separate them with commas, or",
     ),
     "tabs.csv": (b'"body"\t"age"\na\t1\n', "tabs.csv: the columns are separated by tabs; "),
     "text.docx.txt.pdf": (

@@ -73,15 +73,18 @@ def test_the_command_writes_a_task_once(corpus: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["next-line", "--output", "my task.jsonl"], "only; use --output {folder}/my_task.jsonl"),
-        (["last-word", "--output", "é.jsonl"], "only; use --output {folder}/task.jsonl"),
+        (
+            ["next-line", "--output", "my task.jsonl"],
+            "characters; use --output {folder}/my-task.jsonl",
+        ),
+        (["last-word", "--output", "é.jsonl"], "characters; use --output {folder}/e.jsonl"),
         (
             ["next-line", "--output", "a.jsonl", "--delimiter", ""],
             "--delimiter '' has no effect with next-line, only with samples; omit it",
         ),
         (
             ["samples", "--output", "a.jsonl", "--items", 3],
-            "--items 3 has no effect with samples, only with next-line and last-word; omit it",
+            "--items 3 has no effect with samples, only with next-line or last-word; omit it",
         ),
     ],
 )

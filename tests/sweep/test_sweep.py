@@ -373,7 +373,7 @@ def test_invalid_options_are_errors(
         (["--hostfile", str(tmp_path / "words")], "words, line 1: 'node1' is not a host; for ex"),
         (["--launcher", "deepspeed"], "use --hostfile FILE"),
         (["--set", "layout.tensor=3"], "not divisible by layout.tensor = 3"),
-        (["--steps", "1000001"], "1000001: expected 1 to 1,000,000, for example 4"),
+        (["--steps", "1000001"], "1000001: expected 1 to 1000000, for example 4"),
         (["--nodes", "0"], "invalid number 0: expected 1 to 1,000,000"),
         (
             ["--gpu", "H100"],

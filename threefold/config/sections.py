@@ -113,6 +113,7 @@ def _round_up(number: float) -> float:
     return math.ceil(number / unit) * unit
 
 
+MAX_TASK_NAME = 128  # characters
 SET_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"  # a part of the names of metrics
 
 
@@ -208,7 +209,7 @@ class Data(Section):
 class Task(Section):
     """A task of multiple-choice or cloze items."""
 
-    name: Annotated[str, Field(pattern=f"^{SET_NAME}$", max_length=128)]
+    name: Annotated[str, Field(pattern=f"^{SET_NAME}$", max_length=MAX_TASK_NAME)]
     """Name of the task in the metrics, `tasks/<name>/accuracy`."""
 
     path: PathText

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from models.errors import UserError, counted, reason_of
-from threefold.config.loading import MAX_NAME_CHARACTERS, name_that_fits, value_text
-from threefold.config.sections import SET_NAME, repository_path
+from threefold.config.loading import name_that_fits, value_text
+from threefold.config.sections import MAX_TASK_NAME, SET_NAME, repository_path
 from threefold.data.corpus import check_part
 from threefold.data.tasks import read_items
 from threefold.data.token_file import TokenFile
@@ -222,12 +222,12 @@ def write_task(arguments: list[str]) -> None:
     output = repository_path(options.output)
     if output.exists():
         raise UserError(f"--output {options.output} already exists; use another file, or delete it")
-    if not re.fullmatch(SET_NAME, output.stem) or len(output.stem) > MAX_NAME_CHARACTERS:
+    if not re.fullmatch(SET_NAME, output.stem) or len(output.stem) > MAX_TASK_NAME:
         name = name_that_fits(output.stem, f"^{SET_NAME}$") or "task"
         raise UserError(
             f"--output {options.output}: the task takes the name of the file, which must begin "
             f"with a letter or a digit, contain only these and . _ -, and have at most "
-            f"{MAX_NAME_CHARACTERS} characters; use --output {Path(options.output).with_stem(name)}"
+            f"{MAX_TASK_NAME} characters; use --output {Path(options.output).with_stem(name)}"
         )
     for option, value, kinds in (
         ("--delimiter", options.delimiter, ["samples"]),
