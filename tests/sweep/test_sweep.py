@@ -374,7 +374,7 @@ def test_invalid_options_are_errors(
         (["--launcher", "deepspeed"], "use --hostfile FILE"),
         (["--set", "layout.tensor=3"], "not divisible by layout.tensor = 3"),
         (["--steps", "1000001"], "1000001: expected 1 to 1000000, for example 4"),
-        (["--nodes", "0"], "invalid number 0: expected 1 to 1,000,000"),
+        (["--nodes", "0"], "invalid number 0: expected 1 to 1000000"),
         (
             ["--gpu", "H100"],
             "H100 (--gpu or cluster.gpu) is a GPU, and the ranks run on CPUs; unset",

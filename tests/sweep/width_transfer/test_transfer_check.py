@@ -106,7 +106,7 @@ def test_a_failed_trial_has_no_loss_until_it_is_retried(tmp_path: Path, corpus: 
     [
         (("learning-rates", "--widths", "100"), "--widths 100: "),
         (("learning-rates", "--set", "optimizer.learning_rate=1"), "set the same key"),
-        (("learning-rates", "--nodes", "1,2"), "invalid number 1,2: expected 1 to 1,000,000"),
+        (("learning-rates", "--nodes", "1,2"), "invalid number 1,2: expected 1 to 1000000"),
         (("learning-rates", "--set", "data.validation=x/y"), "/x does not exist; use a corpus"),
         (("learning-rates", "--set", "layout.tensor=4"), "tensor"),
         (
