@@ -1283,7 +1283,7 @@ def test_an_interrupted_proof_reports_what_is_finished(
     [
         (["recipes/none.toml"], "recipes/none.toml: no such recipe"),
         (["--set", "model.heads=7"], "use heads = 6 or 8"),
-        (["--ranks", "0"], "invalid number 0: expected 1 to 1,024"),
+        (["--ranks", "0"], "invalid number 0: expected 1 to 1024"),
         (["--steps", "many"], "many"),
         (
             [
