@@ -445,17 +445,17 @@ REJECTED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
         lambda folder: put_token(folder, 10_000, 999), {}, "token 10000 has the id 999"),
     "another tokenizer": (
         lambda folder: (folder / "tokenizer" / "tokenizer.json").write_text("{}"), {},
-        "is not the tokenizer that made .*use that whose tokenizer.json has the SHA-256 .{64}$"),
+        "is not the tokenizer .*use the tokenizer whose tokenizer.json has the SHA-256 .{64}$"),
     "another tokenizer, and that of the corpus": (
         lambda folder: write_tokenizer(folder.parent / "other"),
         {"data__tokenizer": "{folder}/other"},
         "is not the tokenizer that made .*in a new run, use .*/data/tokenizer$"),
     "a corpus instead of its tokenizer": (
         write_manifest, {"data__tokenizer": "{folder}/data"},
-        r"has no tokenizer\.json; use the tokenizer of the corpus, .*/data/tokenizer$"),
+        r"has no tokenizer\.json; use the corpus's own tokenizer, .*/data/tokenizer$"),
     "a file instead of a tokenizer": (
         write_manifest, {"data__tokenizer": "{folder}/data/tokenizer/tokenizer.json"},
-        r"is a file, not a folder; use the tokenizer of the corpus, .*/data/tokenizer$"),
+        r"is a file, not a folder; use the corpus's own tokenizer, .*/data/tokenizer$"),
     "no tokenizer": (
         lambda folder: (folder / "tokenizer" / "tokenizer.json").unlink(), {},
         r"has no tokenizer\.json"),
