@@ -59,7 +59,7 @@ def reason_of(error: Exception) -> str:
 
 
 def why_no_folder(path: Path) -> str:
-    """Return why a path is no folder: it does not exist, is a broken link, or is a file."""
+    """Return what is wrong with a path that should be a folder, such as "does not exist"."""
     if path.is_symlink() and not path.exists():
         return f"is a link to {path.readlink()}, which does not exist"
     if path.exists():
@@ -68,6 +68,11 @@ def why_no_folder(path: Path) -> str:
     if file:
         return f"does not exist, because {file} is a file"
     return "does not exist" + ("" if path.is_absolute() else f" in {Path.cwd()}")
+
+
+def why_missing(folder: Path, content: str) -> str:
+    """Return why a folder does not have a content: it lacks it, or is not a folder."""
+    return f"has no {content}" if folder.is_dir() else why_no_folder(folder)
 
 
 def counted(number: int, noun: str) -> str:

@@ -205,6 +205,13 @@ def test_every_command_catches_user_errors_in_its_main_function(command: str) ->
     assert {"UserError"} in found
 
 
+def parser_of(name: str) -> Callable[[], object]:
+    """Return the function that parses the options of a command."""
+    if name == "pretrain":
+        return functools.partial(experiment.parse_command_line, None)
+    return functools.partial(importlib.import_module(f"threefold.commands.{name}").main, "")
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -218,9 +225,7 @@ def test_an_empty_path_is_not_the_current_folder(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, *words = command.split()
-    parse: Callable[[], object] = functools.partial(experiment.parse_command_line, None)
-    if name != "pretrain":
-        parse = functools.partial(importlib.import_module(f"threefold.commands.{name}").main, "")
+    parse = parser_of(name)
     monkeypatch.setattr("sys.argv", [f"{name}.py", *words, ""])
     with pytest.raises(SystemExit, match="2"):
         parse()
@@ -242,9 +247,7 @@ def test_spaces_around_the_value_of_set_are_explained(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, *words = command.split()
-    parse: Callable[[], object] = functools.partial(experiment.parse_command_line, None)
-    if name != "pretrain":
-        parse = importlib.import_module(f"threefold.commands.{name}").main
+    parse = parser_of(name)
     said = "argument --set: {} has no value; write --set seed=VALUE without spaces, or quote"
     for override in (["seed", "=", "20"], ["seed=", "20"]):
         monkeypatch.setattr("sys.argv", [f"{name}.py", *words, "--set", *override])

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from models.config import SCALING_KEYS, ModelConfig, shortest_pattern
-from models.errors import UserError, why_no_folder
+from models.errors import UserError, why_missing
 from threefold.checkpoint.format import Manifest, manifest_damage
 from threefold.config.deepspeed_json import leaves
 from threefold.config.loading import value_text
@@ -222,7 +222,7 @@ def initial_weights(recipe: Recipe, run: Path | None = None) -> Path | None:
             raise UserError(
                 f"{key}: the path is a run folder, not a checkpoint; use {Path(setting) / newest}"
             )
-        problem = "has no checkpoint" if path.is_dir() else why_no_folder(path)
+        problem = why_missing(path, "checkpoint")
         raise UserError(
             f"{key}: the path {problem}; use a run's checkpoint "
             f"(runs/NAME/checkpoints/step-...) or the output of recipes/convert.py from-hf"

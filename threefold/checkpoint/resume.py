@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from models.errors import UserError, a_few, why_no_folder
+from models.errors import UserError, a_few, why_missing
 from threefold.checkpoint.compatibility import (
     REMEDY_FOR_DAMAGED_WEIGHTS,
     check_parts_read,
@@ -219,7 +219,7 @@ def find(
     else:
         if not (Path(resume) / "manifest.json").is_file():
             choices = ", ".join(map(str, published(folder)))
-            problem = "has no checkpoint" if Path(resume).is_dir() else why_no_folder(Path(resume))
+            problem = why_missing(Path(resume), "checkpoint")
             if saves := published(Path(resume) / "checkpoints"):
                 problem, choices = "is a run folder, not a checkpoint", str(saves[-1])
             if not choices:

@@ -146,7 +146,7 @@ def check_prompt(prompt: str, source: CheckpointReader, tokenizer: Path | None) 
     """Check a prompt before a checkpoint is exported, which may take long.
 
     Raises:
-        UserError: the prompt is rejected, or there is no tokenizer.
+        UserError: there is no tokenizer, or the prompt is not UTF-8, has no tokens or has too many.
     """
     if tokenizer is None:
         raise UserError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 
 from models.cost import parameter_count
-from models.errors import UserError, counted, reason_of, why_no_folder
+from models.errors import UserError, counted, reason_of, why_missing
 from models.hugging_face.config import hugging_face_config
 from models.hugging_face.families import BY_NAME
 from models.hugging_face.weights import counterparts
@@ -150,7 +150,7 @@ def find_tokenizer(source: CheckpointReader, given: Path | None) -> Path | None:
         return None
     folder = given or repository_path(source.manifest.recipe["data"]["tokenizer"])
     if not (folder / "tokenizer.json").is_file():
-        problem = "has no tokenizer.json" if folder.is_dir() else why_no_folder(folder)
+        problem = why_missing(folder, "tokenizer.json")
         raise UserError(
             f"--tokenizer {given} {problem}; use the folder of the run's tokenizer, such as "
             f"data/NAME/tokenizer"

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from models.errors import UserError, reason_of, why_no_folder
+from models.errors import UserError, reason_of, why_missing
 from threefold.config.phases import PhasePlan, Segment
 from threefold.config.recipe import Recipe
 from threefold.config.sections import REPOSITORY, repository_path, short
@@ -30,7 +30,7 @@ def open_corpus(path: str, recipe: Recipe) -> TokenFile:
     """
     tokenizer = repository_path(recipe.data.tokenizer)
     if not (tokenizer / "tokenizer.json").is_file():
-        problem = "has no tokenizer.json" if tokenizer.is_dir() else why_no_folder(tokenizer)
+        problem = why_missing(tokenizer, "tokenizer.json")
         own = repository_path(path).parent / "tokenizer"
         advice = tokenizer_advice(recipe.data.tokenizer)
         if (own / "tokenizer.json").is_file():

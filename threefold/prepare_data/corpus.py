@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from models.errors import UserError, reason_of, suggestion, why_no_folder
+from models.errors import UserError, reason_of, suggestion, why_missing
 from threefold.checkpoint.format import sha256
 from threefold.data.manifest import folder_hash, lost_manifest, read_manifest
 from threefold.data.token_file import (
@@ -269,7 +269,7 @@ def find_damages(corpus: Path, threads: int, *, only_sizes: bool = False) -> Ite
         if lost := lost_manifest(corpus):
             raise UserError(lost)
         others = sorted(file.parent for file in corpus.parent.glob("*/manifest.json"))
-        problem = "has no manifest.json" if corpus.is_dir() else why_no_folder(corpus)
+        problem = why_missing(corpus, "manifest.json")
         if others and not corpus.is_dir():
             names = [other.name for other in others]
             advice = suggestion(corpus.name, names, folder=f"{corpus.parent}/")
