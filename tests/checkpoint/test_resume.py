@@ -10,6 +10,7 @@ import pytest
 
 from models.errors import UserError
 from tests.checkpoint.test_manifest import write_checkpoint
+from tests.conftest import each_in_turn
 from threefold.checkpoint import resume
 from threefold.checkpoint.resume import ResumeRequest, Start, begin_branch, find_start
 from threefold.config.loading import parse_recipe
@@ -115,7 +116,7 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", each_in_turn(REQUESTS, ["an earlier one", "never"]))
 def test_a_request_survives_a_kill_at_any_instant(
     name: str, recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

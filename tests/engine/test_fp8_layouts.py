@@ -49,11 +49,11 @@ Key = tuple[int, str, str]  # world size, model and name of a layout
 LAYOUTS: dict[Key, dict[str, Any]] = {  # -> changes of the recipe
     (1, "dense", "micro-batch 2"): {"batch__micro_sequences": 2},
     (4, "dense", "tensor 2, zb-h1"): TENSOR2 | ZB_H1,
-    (4, "dense", "zero3, context 2, full"): ZERO3 | CONTEXT2 | FULL,
     (4, "experts", "sequence 2, expert 2"): SEQUENCE2 | {"layout__expert": 2},
-    (4, "latent", "sequence 2, zb-h1"): SEQUENCE2 | ZB_H1,
 }
 LONG_LAYOUTS: dict[Key, dict[str, Any]] = {
+    (4, "dense", "zero3, context 2, full"): ZERO3 | CONTEXT2 | FULL,
+    (4, "latent", "sequence 2, zb-h1"): SEQUENCE2 | ZB_H1,
     (8, "dense", "tensor 2, pipeline 2, zero2"): TENSOR2 | PIPELINE2
     | {"deepspeed": "ds_configs/zero2_fp32.json"},
     (8, "experts", "sequence 2, pipeline 2, expert 2"): SEQUENCE2 | PIPELINE2

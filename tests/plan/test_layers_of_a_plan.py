@@ -7,7 +7,7 @@ import pytest
 from models.config import Window
 from models.context_parallel.division import received_keys
 from models.cost import flops_per_token, kinds_of_layers, recomputed_flops_per_token
-from tests.conftest import changed, small_recipe
+from tests.conftest import changed, each_in_turn, small_recipe
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.plan.job import Job, Machine, job_of
 from threefold.plan.memory.peak import memory_of_stage
@@ -85,7 +85,7 @@ def test_norms_of_outputs_take_time_and_memory() -> None:
     assert kept[0] == kept[1] < kept[2]
 
 
-@pytest.mark.parametrize("attention", ["ring", "gather"])
+@pytest.mark.parametrize("attention", each_in_turn(["ring", "gather"], ["ring"]))
 def test_exchanged_bytes_fall_with_the_window_as_planned(attention: str) -> None:
     """Traced bytes of both context ranks: forward and backward keys in bf16, fp32 gradients."""
     corpus = small_recipe(REPOSITORY)
