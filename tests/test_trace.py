@@ -115,7 +115,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", each_in_turn(WAYS, ["interleaved"]))
+@pytest.mark.parametrize("way", each_in_turn(WAYS))
 def test_a_trace_agrees_with_a_real_run(way: str, small: dict[str, Any]) -> None:
     world_size, changes = WAYS[way]
     recipe = parse_recipe(changed(small, **changes), "test")

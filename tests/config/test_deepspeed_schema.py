@@ -118,6 +118,7 @@ def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tupl
     return run_ranks(2, train_with_each, str(corpus), str(tmp_path_factory.mktemp("json")))[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("path", "stage"), CASES)
 def test_every_supported_key_trains_to_the_same_result(
     path: str, stage: int, trained: dict[tuple[str, int], list[float]]

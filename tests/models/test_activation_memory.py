@@ -25,6 +25,7 @@ def test_memory_is_that_of_the_formula(
     assert counted[way] == pytest.approx(1, abs=0.01)
 
 
+@pytest.mark.long
 def test_recomputation_that_keeps_everything_is_noticed() -> None:
     recomputing = {way: FORMULAS[way] for way in FORMULAS if way[0] and way[1] != "none"}
     with (

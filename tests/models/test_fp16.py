@@ -27,7 +27,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # name -> ZeRO stage, change
     "gpt, tensor": (1, {"layout__tensor": 2, **GPT_SWITCHES}),
     "gpt, zero-3": (3, GPT_SWITCHES),
 }
-QUICK = ("zero-2", "zero-3", "zero bubble", "tensor, sequence parallel")
+QUICK = ("zero-3",)
 SCALES = {  # loss scales, by DeepSpeed's keys
     "constant": {"initial_scale_power": 10, "loss_scale_window": 1000},
     "growing": {"initial_scale_power": 10, "loss_scale_window": 1},

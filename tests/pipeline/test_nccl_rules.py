@@ -216,7 +216,7 @@ def layouts_worker(
 @pytest.mark.parametrize(
     ("size", "rules"),
     [
-        (2, "posting order"),
+        pytest.param(2, "posting order", marks=pytest.mark.long),
         pytest.param(2, "one hardware queue", marks=pytest.mark.long),
         *(pytest.param(size, each, marks=pytest.mark.exhaustive) for size, each in EXHAUSTIVE),
     ],

@@ -35,7 +35,7 @@ SCHEDULES = {
         "deepspeed": "ds_configs/zero2_fp32.json",
     },
 }
-QUICK = ("dualpipev, recomputed", "interleaved, zero-2")
+QUICK = ("dualpipev, recomputed",)
 Results = tuple[list[tuple[float, float]], dict[str, torch.Tensor], list[str]]
 
 

@@ -27,7 +27,7 @@ from threefold.run_folder.folder import RunFolder
 from threefold.tracking.profiler import TimelineRecorder
 
 STAGES, MICRO_BATCHES = 4, 8
-QUICK = ("1f1b", "interleaved x 2", "zb-v", "dualpipev")
+QUICK = ("interleaved x 2", "zb-v")
 aten = torch.ops.aten
 NEEDS_THE_VALUES = {  # on the host: a GPU is waited for
     aten._local_scalar_dense.default,

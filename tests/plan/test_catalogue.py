@@ -370,7 +370,7 @@ def test_the_trained_copies_have_all_features_of_the_catalogue() -> None:
 
 @pytest.mark.parametrize(
     "names",
-    each_in_turn([COPIES, *(OTHERS[part::DAYS] for part in range(DAYS))], [COPIES]),
+    each_in_turn([COPIES, *(OTHERS[part::DAYS] for part in range(DAYS))]),
     ids=lambda names: names[0],
 )
 def test_a_small_copy_trains(names: Sequence[str], tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ def left(corpus: Path) -> dict[Any, tuple[bool, int]]:
     return run_ranks(2, freeing_worker, str(corpus))[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", STAGES)
 def test_cases_leave_nothing_to_the_garbage_collector(
     stage: int, left: dict[Any, tuple[bool, int]]
@@ -70,6 +71,7 @@ def test_cases_leave_nothing_to_the_garbage_collector(
     assert is_freed == (stage < 3)  # DeepSpeed's ZeRO-3 keeps its models
 
 
+@pytest.mark.long
 def test_leaks_are_noticed(left: dict[Any, tuple[bool, int]]) -> None:
     assert not left["hooks keep the engine"][0]
     assert left["nothing is skipped"][1] > MAX_OBJECTS

@@ -210,6 +210,7 @@ def test_text_of_users_is_shown_as_text(browser: Chromium, tmp_path: Path) -> No
     assert browser.value(DEEP_IMAGES) == 0
 
 
+@pytest.mark.long
 def test_a_watched_page_reloads_when_the_run_grows(browser: Chromium, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", range(1, 11))
 

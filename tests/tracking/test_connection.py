@@ -261,6 +261,7 @@ exit_now(0)
 """
 
 
+@pytest.mark.long
 def test_a_crash_of_wandb_ends_in_an_offline_run_and_no_traceback(
     tmp_path: Path, home: Path, server: Server
 ) -> None:
