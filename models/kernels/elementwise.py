@@ -97,7 +97,9 @@ def heads_first(
     cos, sin = rotation or (None, None)
     if rotation is None and fuse is as_written:
         if order == "sbad":  # torch's kernel reads the parts of q|k|v where they are
-            q, k, v = qkv.permute(1, 2, 0, 3).split([heads, kv_heads, kv_heads], dim=1)
+            # Split first: autograd then joins the gradients in the order of q|k|v.
+            parts = qkv.split([heads, kv_heads, kv_heads], dim=2)
+            q, k, v = (part.permute(1, 2, 0, 3) for part in parts)
             return q, k, v
         return _heads_first(qkv, None, None, heads, kv_heads, order)
     return _HeadsFirst.apply(qkv, cos, sin, (heads, kv_heads, order), fuse)
