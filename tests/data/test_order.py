@@ -11,7 +11,7 @@ from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import ParallelDims
 from threefold.data import sample_order
 from threefold.data.dataset import TrainingData
-from threefold.data.sample_order import CorpusOrder, permuted, place_of
+from threefold.data.sample_order import CorpusOrder, Mixture, permuted, place_of
 from threefold.data.token_file import TokenFile
 from threefold.run_folder.history import Progress
 
@@ -44,6 +44,17 @@ def test_one_length_reads_the_permutation_of_each_epoch() -> None:
     corpus.advance(13)
     corpus.set_sequence_length(10)  # no change
     assert corpus.windows(np.arange(7)).tolist() == found[13:20]
+
+
+def test_samples_ahead_are_those_of_the_permutation() -> None:
+    corpus = CorpusOrder(101, "7/0")
+    corpus.set_sequence_length(10)
+    mixture = Mixture((0,), (1.0,), {0: corpus}, 0, np.zeros(1, np.int64))
+    last = 3 * sample_order.SAMPLES_AHEAD
+    expected = mixture.places(np.arange(last))
+    for first in (0, 3, 6, 2, 120, 127, 128, 250, 5):  # forwards, backwards, across the last one
+        assert mixture.places_of(range(first, first + 4)) == expected[first : first + 4]
+    assert mixture.places_of(range(1, last)) == expected[1:]  # more than are computed ahead
 
 
 @pytest.mark.parametrize("lengths", [(10, 20), (20, 10), (10, 30, 15), (8, 12, 8), (10, 20, 40)])

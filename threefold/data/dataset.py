@@ -387,8 +387,8 @@ class TrainingData:
 
     def _windows(self, samples: range, step: int) -> list[tuple[SequenceView, int]]:
         """Return the windows of samples of a step."""
-        places = self.places(np.arange(samples.start, samples.stop), step)
         sources = self.sources(step)
+        places = self._mixture(step).places_of(samples)
         return [(sources[source], index) for source, index in places]
 
     def _shares(self, recipe: Recipe, first: int, count: int) -> Iterator[range]:
@@ -471,20 +471,31 @@ class TrainingData:
         """
         read = [corpus.read(index, positions, further=further) for corpus, index in windows]
         count = len(positions or range(windows[0][0].sequence_length)) + 1 + further
-        tokens = torch.full((len(windows), count), -1)
-        exists = torch.zeros_like(tokens, dtype=torch.bool)
-        for row, of_window in enumerate(read):
-            tokens[row, : len(of_window)] = torch.from_numpy(of_window.astype(np.int64))
-            exists[row, : len(of_window)] = True
-        wrong = (exists & ((tokens < 0) | (tokens >= self.vocab_size))).nonzero()
+        tokens = np.full((len(windows), count), -1)
+        for row, of_window in zip(tokens, read, strict=True):
+            row[: len(of_window)] = of_window
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            self._check_ids(tokens, [len(of_window) for of_window in read], windows, positions)
+        return torch.from_numpy(tokens)
+
+    def _check_ids(
+        self,
+        tokens: np.ndarray,
+        counts: list[int],
+        windows: list[tuple[SequenceView, int]],
+        positions: range | None,
+    ) -> None:
+        """Reject ids that are not in the vocabulary; the first `counts` of each row were read."""
+        exists = np.arange(tokens.shape[1]) < np.array(counts)[:, None]
+        wrong = np.argwhere(exists & ((tokens < 0) | (tokens >= self.vocab_size)))
         if len(wrong):
-            (row, column), (corpus, index) = wrong[0].tolist(), windows[int(wrong[0, 0])]
+            row, column = wrong[0].tolist()
+            corpus, index = windows[row]
             place = index * corpus.sequence_length + (positions.start if positions else 0) + column
             raise UserError(
                 f"{corpus.file.path}.bin: token {place} has the id {tokens[row, column]} and "
                 f"model.vocab_size is {self.vocab_size}; use the size of the tokenizer that made it"
             )
-        return tokens
 
 
 def _encoding_of(recipe: Recipe) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ no order is stored.
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -106,6 +106,9 @@ def _mixed(values: np.ndarray, key: np.uint64) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(31))
 
 
+SAMPLES_AHEAD = (
+    128  # computed together, which takes hardly longer than the samples of a micro-batch
+)
 CANDIDATES_PER_BLOCK = 2**14  # windows that are compared with earlier passes at a time
 
 
@@ -305,6 +308,16 @@ class Mixture:
     orders: dict[int, CorpusOrder]
     first: int
     before: np.ndarray
+    _ahead: tuple[int, list[tuple[int, int]]] = field(default_factory=lambda: (0, []), init=False)
+
+    def places_of(self, samples: range) -> list[tuple[int, int]]:
+        """Return the `places` of successive samples, which are computed some samples ahead."""
+        first, ahead = self._ahead
+        if samples.start < first or samples.stop > first + len(ahead):
+            first, stop = samples.start, max(samples.stop, samples.start + SAMPLES_AHEAD)
+            ahead = self.places(np.arange(first, stop))
+            self._ahead = first, ahead
+        return ahead[samples.start - first : samples.stop - first]
 
     def places(self, samples: np.ndarray) -> list[tuple[int, int]]:
         """Return (number of the corpus, window) for samples of the part."""
