@@ -98,7 +98,7 @@ def heads_first(
     if rotation is None and fuse is as_written:
         if order == "sbad":  # torch's kernel reads the parts of q|k|v where they are
             # Split first: autograd then joins the gradients in the order of q|k|v.
-            parts = qkv.split([heads, kv_heads, kv_heads], dim=2)
+            parts = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=2)
             q, k, v = (part.permute(1, 2, 0, 3) for part in parts)
             return q, k, v
         return _heads_first(qkv, None, None, heads, kv_heads, order)
@@ -374,12 +374,15 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 #
 # n tokens of a micro-batch, h hidden, v rows of the table.
 
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 # Maximum number of elements of each fp32 tensor in the backward pass, 64 MiB.
 MAX_WIDE_ELEMENTS = 2**24
 
 
 def look_up(rows: Tensor, table: Tensor) -> Tensor:
     """Return the rows [...] of a table [v, h]: [..., h]."""
+    if table.dtype not in SIXTEEN_BITS:
+        return F.embedding(rows, table)  # without a function in Python
     return _LookUp.apply(rows, table)
 
 
@@ -403,7 +406,7 @@ def table_gradient(grad: Tensor, rows: Tensor, table_rows: int) -> Tensor:
     No tensor's size depends on the token values, so the host never waits for the device. The fp32
     tensors have n rows instead of v.
     """
-    if grad.dtype not in (torch.bfloat16, torch.float16):
+    if grad.dtype not in SIXTEEN_BITS:
         return torch.ops.aten.embedding_dense_backward(grad, rows, table_rows, -1, False)
     tokens, hidden = grad.shape
     # A row's slot is the position of any one of its occurrences; the sums are the same for each.

@@ -17,9 +17,7 @@ from threefold.prove.training import many_cases, start, train_step
 
 STAGES = {stage: {"deepspeed": f"ds_configs/zero{stage}_fp32.json"} for stage in (1, 2, 3)}
 FAULTS: dict[str, contextlib.AbstractContextManager] = {
-    "hooks keep the engine": mock.patch.object(
-        gradients, "WeakMethod", lambda method: lambda: method
-    ),
+    "hooks keep the engine": mock.patch.object(gradients, "ref", lambda object: lambda: object),
     "nothing is skipped": mock.patch.object(gc, "freeze"),
 }
 MAX_OBJECTS = 1_000  # that a garbage collection visits before a case; a model has more

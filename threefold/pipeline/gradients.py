@@ -1,10 +1,10 @@
 """The gradients of a stage in buckets of flat tensors, and their reduction over the data axis."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ from threefold.pipeline.schedules import BACKWARD, WEIGHT, Kind
 # owner of a shard updates the weights in it. A sum is therefore needed on one rank only.
 
 MAX_RUNNING = 2  # sums at a time with ZeRO-2 or hybrid sharding, which free their inputs
+# Elements of a stage whose gradients autograd may keep until a pass ends: 64 MiB in fp32.
+MAX_ELEMENTS_KEPT = 2**24
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,11 @@ class ShardedReduction:
         self.running: list[_Running] = []
         self.replica_sums: list[dist.Work] = []  # sums over `same_shard`
         self.shards: dict[int, Tensor] = {}  # of the buckets that have a sum in this step
+
+    @property
+    def communicates(self) -> bool:
+        """True if this rank exchanges gradients with other data ranks."""
+        return self.same_shard is not None or any(size > 1 for size in self.sizes)
 
     def begin(self, number: int, flat: Tensor, *, is_last: bool = True) -> None:
         """Begin to sum a bucket, which must not be read or changed any more.
@@ -261,7 +268,9 @@ class FlatGradients(ABC):
     """One tensor for the gradients of each bucket, over several micro-batches.
 
     A gradient is added to its part of the tensor and freed as soon as autograd has it. The first
-    gradient replaces an older one: nothing is zeroed in between.
+    gradient replaces an older one: nothing is zeroed in between. In a small model on one data rank,
+    for which nothing is reduced during a pass, gradients are added after the pass, because a hook
+    for each of them takes more time.
 
     The gradients of a chunk are reduced at the end of each group of micro-batches; with ZeRO-1 one
     group has all micro-batches of the step. A bucket is summed over the data ranks as soon as the
@@ -318,10 +327,14 @@ class FlatGradients(ABC):
             accumulated=self._new_shards() if sharded else None,
         )
         self.sums = {parameter: _Sum(bucket) for parameter, bucket in self.bucket_of.items()}
-        # The method is held weakly: the garbage collector cannot free a cycle through a hook.
-        take = WeakMethod(self._take)
-        for parameter, record in self.sums.items():
-            parameter.register_post_accumulate_grad_hook(partial(_call_if_alive, take, record))
+        self.takes_after_pass = not self.reduction.communicates and (
+            sum(parameter.numel() for parameter in self.sums) <= MAX_ELEMENTS_KEPT
+        )
+        if not self.takes_after_pass:
+            # Held weakly, because the garbage collector cannot free a cycle through a hook.
+            reference = ref(self)
+            for parameter, record in self.sums.items():
+                parameter.register_post_accumulate_grad_hook(partial(_take, reference, record))
         self.ended: set[int] = set()  # buckets without further gradients in this step
         self._end_pass()
 
@@ -351,10 +364,17 @@ class FlatGradients(ABC):
         self.pass_buckets: list[Bucket] = []  # buckets of the current pass
         self.is_last = True  # also outside of passes, where `finish` reduces tied buckets
 
+    @torch.no_grad()
+    def take(self) -> None:
+        """Take the gradients of a backward pass from autograd, unless hooks have done it."""
+        if self.takes_after_pass:
+            for parameter, record in self.sums.items():
+                self._take(record, parameter)
+
     def _take(self, record: _Sum, parameter: nn.Parameter) -> None:
-        """Take a gradient from autograd, which also calls this hook when a gradient is deferred."""
-        if parameter.grad is not None:
-            self._add(record, parameter, parameter.grad)
+        gradient = parameter.grad
+        if gradient is not None:  # otherwise it is deferred
+            self._add(record, parameter, gradient)
             parameter.grad = None
 
     def adds_in_matmul(self) -> bool:
@@ -605,13 +625,11 @@ def part_of_shard(parameter: nn.Parameter, shard: Tensor) -> Tensor:
     return shard[address.start : address.start + address.numel]
 
 
-def _call_if_alive(
-    method: WeakMethod[Callable[..., None]], of: _Sum, parameter: nn.Parameter
-) -> None:
-    """Call a method of an object that may have been freed."""
-    found = method()
-    if found is not None:
-        found(of, parameter)
+def _take(reference: "ref[FlatGradients]", record: _Sum, parameter: nn.Parameter) -> None:
+    """Take a gradient from autograd, which also calls this hook when a gradient is deferred."""
+    gradients = reference()
+    if gradients is not None:
+        gradients._take(record, parameter)
 
 
 def _divided_before(engine: PipelineEngine) -> float:
