@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from models.cost import tokens_at_a_time
-from models.kernels.compile import Function, native_on_cpu
+from models.kernels.compile import Function, as_written, native_on_cpu
 from models.parallel.collectives import TensorAxis, all_gather, begin_sum_of_copies
 
 MAX_TILE = 1024  # columns of logits; the compiler keeps at most this many in registers
@@ -186,6 +186,14 @@ class _Table:
             columns = labels[chunk] if all_count else labels[chunk].clamp(min=0)
             columns = columns - self.first  # of the labels; those of other ranks are outside
             logits = torch.mm(rows, table.t(), out=room[: len(rows)])  # [n, v/t]
+            if counted is None and observe is None and self._is_plain(logits):
+                log_probabilities = _turn_into_log_probabilities(logits, columns)
+                total -= log_probabilities.sum()
+                if grad_tokens is not None and scale is not None:
+                    share = scale / len(tokens)
+                    _turn_into_plain_gradients(logits, columns, log_probabilities, share)
+                    self._add_gradients(logits, rows, grad_tokens[chunk])
+                continue
             if self.soft_cap is not None:
                 fuse(_cap)(logits, self.soft_cap)
             logits[:, self.own_tokens :] = float("-inf")
@@ -199,8 +207,7 @@ class _Table:
                 continue
             share = scale / len(tokens)  # d(scaled loss) / d(loss of a token)
             self._turn_into_gradients(logits, columns, log_sums, label_logits, share, counted)
-            torch.mm(logits, table, out=grad_tokens[chunk])
-            self._add_to_grad_weight(logits, rows)
+            self._add_gradients(logits, rows, grad_tokens[chunk])
         if scores is not None and observe is not None:
             observe(scores.view(2, *whole.shape[:2]).transpose(1, 2))
         if grad_tokens is None:
@@ -240,8 +247,20 @@ class _Table:
             of_labels *= counted
         _set_gradients_of_labels(logits, columns, of_labels)
 
-    def _add_to_grad_weight(self, logits: Tensor, rows: Tensor) -> None:
-        """Add the gradient of the weight from gradients of logits [n, v/t] and rows [n, h]."""
+    def _is_plain(self, logits: Tensor) -> bool:
+        """Return True if torch's log-softmax computes the loss, in fp32 on a CPU."""
+        is_changed = self.soft_cap is not None or self.z_loss or self.fuse is not as_written
+        is_fp32_on_cpu = logits.device.type == "cpu" and logits.dtype == torch.float32
+        return self.tensor.size == 1 and is_fp32_on_cpu and not is_changed
+
+    def _add_gradients(self, logits: Tensor, rows: Tensor, grad_rows: Tensor) -> None:
+        """Compute the gradients of rows and weight from gradients of logits [n, v/t].
+
+        Args:
+            rows: [n, h]
+            grad_rows: [n, h], to be overwritten
+        """
+        torch.mm(logits, self.computed, out=grad_rows)
         used = len(self.computed)
         if self.grad_weight is None:
             self.grad_weight = torch.empty_like(self.weight)
@@ -249,6 +268,29 @@ class _Table:
             torch.mm(logits.t(), rows, out=self.grad_weight[:used])
         else:
             self.grad_weight[:used].addmm_(logits.t(), rows)
+
+
+def _turn_into_log_probabilities(logits: Tensor, columns: Tensor) -> Tensor:
+    """Replace logits [n, v] by their log-softmax, in place; return those of the labels, [n, 1].
+
+    On a CPU, torch's log-softmax reads a large vocabulary fewer times than `_reduced`, and takes
+    fewer calls for a small one.
+    """
+    torch.log_softmax(logits, -1, out=logits)
+    return logits.gather(1, columns.unsqueeze(1))
+
+
+def _turn_into_plain_gradients(
+    logits: Tensor, columns: Tensor, log_probabilities: Tensor, share: float
+) -> None:
+    """Replace a log-softmax [n, v] by the gradients of the logits, in place.
+
+    Args:
+        log_probabilities: of the labels, [n, 1]
+        share: gradient of the loss of a token
+    """
+    of_labels = torch.expm1(log_probabilities).mul_(share)
+    logits.add_(math.log(share)).exp_().scatter_(1, columns.unsqueeze(1), of_labels)
 
 
 def _computed_rows(rows: int, vocab_size: int, device: torch.device) -> int:
