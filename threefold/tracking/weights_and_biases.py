@@ -274,6 +274,7 @@ class WandbThread:
     """
 
     MAX_QUEUED_STEPS = 100_000  # later steps are dropped while W&B does not respond
+    SECONDS_BETWEEN_SENDS = 0.5  # steps in between are sent together, in half the time
     SECONDS_TO_FINISH = 60.0
     SECONDS_BEFORE_NOTICE = 1.0  # a shorter wait at the end is not mentioned
     SECONDS_TO_KEEP = 20.0  # after an interrupt
@@ -292,7 +293,7 @@ class WandbThread:
         self._predicted, self._plan = predicted, dict[str, float]()
         self._tell, self.status = tell, WandbStatus("failed")
         self._is_late = self._is_interrupted = self._awaits_server = self._has_restarted = False
-        self._ended = threading.Event()
+        self._is_finishing, self._ended = threading.Event(), threading.Event()
         self._run: Any = None
         self._queue: queue.Queue[Item | None] = queue.Queue(self.MAX_QUEUED_STEPS)
         self._recent: deque[tuple[float, Item]] = deque()  # with the times at which they were sent
@@ -325,6 +326,7 @@ class WandbThread:
             return None
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
+        self._is_finishing.set()
         problem = "did not finish in time"
         with one_interrupt():
             try:
@@ -417,7 +419,7 @@ class WandbThread:
                 run = self._restarted(arguments, error, WandbStatus(mode, reason=reason))
             else:
                 run = self._started(*started)
-            while (item := self._queue.get()) is not None:
+            while (item := self._next()) is not None:
                 self._recent.append((time.monotonic(), item))
                 while self._recent[0][0] < time.monotonic() - SECONDS_UNTIL_WRITTEN:
                     self._recent.popleft()
@@ -451,6 +453,12 @@ class WandbThread:
                     self._fail(f"W&B {CUT_OFF}")
             finally:
                 self._ended.set()
+
+    def _next(self) -> Item | None:
+        """Wait for the next item of the queue, or for its end."""
+        if self._queue.empty():
+            self._is_finishing.wait(self.SECONDS_BETWEEN_SENDS)
+        return self._queue.get()
 
     def _restarted(self, arguments: dict[str, Any], error: Exception, earlier: WandbStatus) -> Any:
         """Continue the run offline after an error, and send what may not have reached a file.
