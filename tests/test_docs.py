@@ -279,9 +279,7 @@ def test_the_commands_for_agents_run(command: str, monkeypatch: pytest.MonkeyPat
 
 def marks_of_shown(text: str) -> list[pytest.MarkDecorator]:
     """Return the marks of the test of a command: some search or simulate for seconds."""
-    takes_long = re.search(
-        r"plan.py largest|llama/70b|communication_slots|sequence_parallel=false", text
-    )
+    takes_long = re.search(r"plan.py largest|llama/70b|communication_slots|llama/13b", text)
     return [pytest.mark.long] if takes_long else []
 
 

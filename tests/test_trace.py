@@ -250,6 +250,7 @@ def test_a_tensor_that_blocks_keep_is_counted(small: dict[str, Any]) -> None:
     assert (mutant.between_steps, mutant.traffic) == (plain.between_steps, plain.traffic)
 
 
+@pytest.mark.long
 def test_another_layer_costs_as_much_as_the_others(small: dict[str, Any]) -> None:
     batch = {"global_sequences": 2, "micro_sequences": 2}
     peaks = [
@@ -269,6 +270,7 @@ def test_kernels_that_are_not_compiled_hold_more(small: dict[str, Any]) -> None:
     assert written.between_steps == traced(table, 1).between_steps
 
 
+@pytest.mark.long
 def test_a_job_of_4096_gpus_without_its_memory() -> None:
     model = {
         "layers": 32,  # two on each stage
@@ -320,6 +322,7 @@ def test_a_trace_is_reported(trace_of_gpt: Trace) -> None:
     assert max(table["phase_bytes"].values()) == table["peak_bytes"]
 
 
+@pytest.mark.long
 def test_a_trace_neither_leaves_nor_uses_state(small: dict[str, Any]) -> None:
     table = changed(small, deepspeed="ds_configs/zero3_fp32.json", model__layers=1)
     once = traced(table, 4)

@@ -6,6 +6,7 @@ from benchmarks.pipelines import real_contestants, real_layers
 from benchmarks.pipelines.sleeping_stages import CONTESTANTS, Setting, time_all
 
 
+@pytest.mark.long
 def test_every_schedule_is_measured() -> None:
     setting = Setting(stages=2, micro_batches=4, forward=0.01, steps=2)
     found = {name: each.ratios(setting) for name, each in time_all(setting).items()}

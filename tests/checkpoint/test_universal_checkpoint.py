@@ -121,6 +121,7 @@ def saved(
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_deepspeeds_converter_finds_the_same_tensors(
     layout: str, saved: dict[str, tuple[Recipe, CheckpointReader, Path]]

@@ -391,7 +391,7 @@ def test_names_without_prefix_and_with_old_buffers_are_read(tmp_path: Path) -> N
     [
         ("llama", {"layout__tensor": 2}),
         ("gpt2", {"layout__pipeline": 2}),
-        ("mixtral", {"layout__tensor": 2}),
+        pytest.param("mixtral", {"layout__tensor": 2}, marks=pytest.mark.long),
     ],
 )
 @torch.no_grad()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conftest import changed, small_recipe
+from tests.conftest import changed, quick_and_long, selected, small_recipe
 from tests.ranks import fp16_on_cpu, run_ranks
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
@@ -57,6 +57,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], str]] = {
     "expert ranks": (2, EXPERTS | {"layout": {"expert": 2}}, "one rank, experts"),
     "fp16, stages": (2, FP16 | {"layout": {"pipeline": 2}}, "one rank, fp16"),
 }
+QUICK = ("stages", "zb-v, experts", "dualpipev, tied", "sequence parallel")
 
 Outcome = tuple[list[StepResult], dict[str, Tensor], list[float]]
 
@@ -78,15 +79,22 @@ def worker(corpus: str, layouts: dict[str, dict[str, Any]]) -> dict[str, Outcome
 
 
 @pytest.fixture(scope="module")
-def outcomes(corpus: Path) -> dict[str, Outcome]:
+def outcomes(corpus: Path, request: pytest.FixtureRequest) -> dict[str, Outcome]:
+    names = set(selected(request, test_every_layout_trains_like_one_rank, "name"))
+    names |= {"one rank", "one rank, experts"} | {LAYOUTS[name][2] for name in names}
     found: dict[str, Outcome] = {}
     for size in (1, 2):
-        layouts = {name: changes for name, (n, changes, _) in LAYOUTS.items() if n == size}
-        found |= run_ranks(size, worker, str(corpus), layouts, seconds=300)[0]
+        layouts = {
+            name: LAYOUTS[name][1] for name in LAYOUTS if name in names and LAYOUTS[name][0] == size
+        }
+        if layouts:
+            found |= run_ranks(size, worker, str(corpus), layouts, seconds=300)[0]
     return found
 
 
-@pytest.mark.parametrize("name", [name for name, (ranks, *_) in LAYOUTS.items() if ranks > 1])
+@pytest.mark.parametrize(
+    "name", quick_and_long(QUICK, [name for name, (ranks, *_) in LAYOUTS.items() if ranks > 1])
+)
 def test_every_layout_trains_like_one_rank(name: str, outcomes: dict[str, Outcome]) -> None:
     steps, weights, validation = outcomes[name]
     expected, expected_weights, expected_validation = outcomes[LAYOUTS[name][2]]

@@ -101,6 +101,7 @@ def test_frequencies_are_those_of_transformers(name: str, head_size: int) -> Non
         assert not torch.equal(expected, Frequencies(head_size, theta).on(CPU))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["Llama 3.1", pytest.param("Qwen3", marks=pytest.mark.long)])
 def test_8192_positions_agree_with_transformers(name: str) -> None:
     config = config_of(SCALINGS.get(name), layers=1, sequence_length=8192)

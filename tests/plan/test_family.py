@@ -61,6 +61,7 @@ def few_relatives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search_module, "recipes_in_repository", lambda: kept)
 
 
+@pytest.mark.long
 def test_members_have_the_plans_of_a_search_on_the_given_machine(family: list[Member]) -> None:
     assert [member.recipe.name for member in family] == [
         f"llama-{size}b" for size in (1, 3, 7, 8, 13, 70, 405)
@@ -94,6 +95,7 @@ def test_the_largest_model_in_time_is_named(family: list[Member]) -> None:
     assert family_table(family, CLUSTER, 0.01)["largest"] is None
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few_relatives")
 def test_overrides_headroom_and_calibration_apply_to_all_models() -> None:
     short = plan_family("training.steps=1000")

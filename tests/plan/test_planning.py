@@ -325,6 +325,7 @@ def fitted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit_module, "calibrate", lambda measured: fit(tuple(measured)))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fitted_once")
 def test_runs_on_other_gpus_do_not_calibrate_a_plan(tmp_path: Path) -> None:
     table = PUBLISHED / "narayanan2021.csv"
@@ -368,6 +369,7 @@ def test_a_row_whose_measurements_cannot_be_read_is_skipped(column: str) -> None
         assert read_row(cells | {column: text}).job is not None
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fitted_once")
 def test_calibration_of_threefold_may_go_far(tmp_path: Path) -> None:
     """A table that is 20 times slower than planned is fitted, and the plan uses the fit."""

@@ -107,6 +107,12 @@ def recipe_of(corpus: Path, changes: dict[str, Any]) -> Recipe:
     return parse_recipe(changed(small_recipe(corpus), **changes), "test")
 
 
+def further(recipe: Recipe, samples: range) -> range:
+    """Return the samples that follow those of a micro-batch."""
+    count = recipe.batch.micro_sequences
+    return range(samples.start + count, samples.stop + count)
+
+
 def made_small(recipe: Recipe, corpus: Path, *, ranks: int = 2, steps: int = 4) -> Recipe:
     return shrink(recipe, ranks=ranks, layers=4, steps=steps, corpus=corpus)
 
@@ -684,10 +690,10 @@ DRIFTING = (  # faults that make replicas of one weight diverge
 )
 AGGREGATE = PipelineEngine._aggregate_total_loss
 ADD_MOMENTUM, PIECE = Muon._add_momentum, Tile.piece
-TAKE_MICRO_BATCH_INFOS, TAKE, PLACES, FINISH, BEGIN, TAKE_SUM, FINISH_STEP = (
+TAKE_MICRO_BATCH_INFOS, TAKE, WINDOWS, FINISH, BEGIN, TAKE_SUM, FINISH_STEP = (
     Stage.take_micro_batch_infos,
     Deferral.take,
-    TrainingData.places,
+    TrainingData._windows,
     ShardedReduction.finish,
     ShardedReduction.begin,
     ShardedReduction._take,
@@ -815,10 +821,8 @@ def seeded_fault(fault: str) -> Iterator[None]:
             lambda self, loss, eval_micro_batches=None: loss / (self.micro_batches + 1),
         ),
         "data ranks read one place further": (
-            "threefold.data.dataset.TrainingData.places",
-            lambda self, samples, step: PLACES(
-                self, samples + self.recipe.batch.micro_sequences, step
-            ),
+            "threefold.data.dataset.TrainingData._windows",
+            lambda self, samples, step: WINDOWS(self, further(self.recipe, samples), step),
         ),
         "replicated parameters count on every tensor rank": (
             f"{zero}.is_model_parallel_parameter",

@@ -386,6 +386,7 @@ def test_invalid_options_are_errors(
     assert not sweep.folder.exists()
 
 
+@pytest.mark.long
 def test_trials_are_runs_of_a_group_in_wandb(sweep: Sweep) -> None:
     assert "use --set tracking.mode=auto" in sweep.rejection("--wandb")
     sweep.options[-1] = "2"

@@ -168,6 +168,7 @@ def train(table: dict[str, Any], folder: RunFolder) -> WandbStatus:
     return status
 
 
+@pytest.mark.long
 def test_a_login_is_found_by_the_run(
     small: dict, folder: RunFolder, home: Path, server: Server, capfd: pytest.CaptureFixture[str]
 ) -> None:
