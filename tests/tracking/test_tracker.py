@@ -205,6 +205,21 @@ def test_a_wait_at_the_end_is_announced(
     ]
 
 
+def test_the_end_of_a_run_does_not_wait_for_the_next_sending(small, folder: RunFolder) -> None:
+    with (
+        mock.patch.object(
+            weights_and_biases, "start_wandb", return_value=(mock.Mock(), OFFLINE)
+        ) as start,
+        mock.patch.multiple(WandbThread, SECONDS_BETWEEN_SENDS=3600.0, SECONDS_TO_FINISH=10.0),
+    ):
+        thread = WandbThread(recipe_with(small, "offline"), folder)
+        for step in range(3):
+            thread.send(LINE | {"step": step})
+        assert thread.finish() is None
+    sent = [call.args[0]["step"] for call in start.return_value[0].log.call_args_list]
+    assert sent == [0, 1, 2]
+
+
 def test_weights_and_biases_gets_the_newest_preflight(small, folder: RunFolder) -> None:
     for rate in (1.0, 2.0):
         measures = {"network link": {"median": rate, "lowest": rate / 2, "rank": 3, "host": "a"}}
