@@ -213,10 +213,15 @@ def test_the_end_of_a_run_does_not_wait_for_the_next_sending(small, folder: RunF
         mock.patch.multiple(WandbThread, SECONDS_BETWEEN_SENDS=3600.0, SECONDS_TO_FINISH=10.0),
     ):
         thread = WandbThread(recipe_with(small, "offline"), folder)
-        for step in range(3):
+        thread.send(LINE | {"step": 0})
+        log = start.return_value[0].log
+        while not log.called:
+            time.sleep(0.01)
+        time.sleep(0.1)  # the thread finds its queue empty
+        for step in (1, 2):
             thread.send(LINE | {"step": step})
         assert thread.finish() is None
-    sent = [call.args[0]["step"] for call in start.return_value[0].log.call_args_list]
+    sent = [call.args[0]["step"] for call in log.call_args_list]
     assert sent == [0, 1, 2]
 
 
