@@ -20,7 +20,7 @@ from models.hugging_face.weights import counterparts
 from models.layer_specs import logical_parameters, run_layers, vocabulary_tables
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.sharding import sharding_of
-from tests.conftest import VOCAB_SIZE
+from tests.conftest import VOCAB_SIZE, each_in_turn
 from tests.convert.test_convert import our_model, stored
 from tests.models.test_transformer import gradients_from_hugging_face, relative
 from threefold.commands.convert import from_hf
@@ -113,6 +113,9 @@ FAMILIES: dict[str, dict[str, Any]] = {  # model_type, variant -> settings; wind
         },
     },
 }  # fmt: skip
+QUICK = (
+    "olmo2", "olmo3", "smollm3, nope", "phi3", "gemma3_text", "gpt_oss", "deepseek_v3", "glm4_moe",
+)  # fmt: skip
 # Variants that an export writes as an earlier class, with the same logits.
 EXPORTED_AS = {"phi3, windows": "mistral", "phi3, full": "llama"}
 
@@ -133,7 +136,7 @@ def their_model(family: str) -> Any:
     return model.eval()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", each_in_turn(FAMILIES, QUICK))
 def test_a_step_of_an_imported_model_is_that_of_transformers(
     family: str, tmp_path: Path, small: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ from typing import Any
 import pytest
 
 from models.errors import UserError
+from tests.commands import run_here
 from tests.pretrain.evaluation.text_corpus import write_text_corpus
-from threefold.config.loading import REPOSITORY
+from threefold.commands import prepare_data
 from threefold.data.tasks import read_items
 from threefold.prepare_data.tasks import (
     CHOICES,
@@ -31,9 +31,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(*arguments: object) -> subprocess.CompletedProcess:
-    words = [sys.executable, REPOSITORY / "recipes" / "prepare_data.py", "tasks", *arguments]
-    return subprocess.run([str(word) for word in words], capture_output=True, text=True)
+def command(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return run_here(prepare_data.main, "tasks", *arguments)
 
 
 def test_next_lines_are_lines_of_the_corpus(corpus: Path) -> None:

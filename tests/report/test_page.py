@@ -266,6 +266,7 @@ def write_long_run(folder: Path, steps: int) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_page_does_not_grow_with_the_run(tmp_path: Path) -> None:
     page = render([read_run(write_long_run(tmp_path / "run", 12_000), "run")])
     assert len(own_part(page)) < MAX_BYTES_OF_ONE_RUN

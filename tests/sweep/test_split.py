@@ -60,7 +60,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
     "pipeline": (ZERO_BUBBLE, {"weight pass": "compute", "optimizer": "optimizer"}),
     "pipeline, tied": (TIED, {"collective": "optimizer"}),
 }  # fmt: skip
-QUICK_LAYOUTS = ("tensor", "data, ZeRO-2", "data, ZeRO-3", "pipeline")
+QUICK_LAYOUTS = ("tensor", "data, ZeRO-3", "pipeline")
 
 
 def engine_of(recipe: dict[str, Any]) -> tuple[Engine, list]:
