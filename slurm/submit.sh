@@ -39,12 +39,14 @@ case "${1:-}" in
     ;;
   *) jobs=1 ;;
 esac
-case "${1:-}" in
-  -h | --help)
-    echo "$usage"
-    exit 0
-    ;;
-esac
+for word in "$@"; do
+  case $word in
+    -h | --help)
+      echo "$usage"
+      exit 0
+      ;;
+  esac
+done
 if ! [[ $jobs =~ ^[1-9][0-9]{0,2}$ ]]; then
   fail "invalid --jobs ${jobs:-(no value)}: expected 1 to 999, for example --jobs 5"
 fi

@@ -282,6 +282,13 @@ def test_bad_input_is_reported_before_anything_is_submitted(
     assert message in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("words", [["--help"], ["--jobs=4", "recipes/llama/7b.toml", "-h"]])
+def test_help_submits_nothing(words: list[str], submit: Submit, tmp_path: Path) -> None:
+    done = submit(*words)
+    assert done.returncode == 0 and submitted(tmp_path) == []
+    assert done.stdout.startswith("usage: slurm/submit.sh ")
+
+
 def test_a_missing_slurm_or_container_is_reported(submit: Submit, tmp_path: Path) -> None:
     (tmp_path / "bin" / "sbatch").unlink()
     plain = {"PATH": "/usr/bin:/bin"}
