@@ -285,7 +285,8 @@ def test_learned_positions_cannot_become_longer(small: dict[str, Any]) -> None:
         ({"start_sequences": 8, "increment": 2, "samples": 30}, "is not below"),
         ({"start_sequences": 2, "increment": 4, "samples": 30}, "does not divide"),
         ({"start_sequences": 2, "increment": 2, "samples": 300}, "and phase.long begins with"),
-        ({"start_sequences": 1, "increment": 1, "samples": 30}, "batch.global_sequences = 1"),
+        ({"start_sequences": 1, "increment": 1, "samples": 30}, "start_sequences = 1 is not divis"),
+        ({"start_sequences": 2, "increment": 3, "samples": 30}, "increment = 3 is not divisible"),
     ],
 )
 def test_impossible_ramps_are_rejected(

@@ -67,6 +67,13 @@ class Batch(Section):
                 f"batch.ramp.start_sequences = {growth}; use batch.ramp.increment = "
                 f"{nearest_divisors(growth, ramp.increment)}"
             )
+        for key in ("start_sequences", "increment"):
+            if (count := getattr(ramp, key)) % self.micro_sequences:
+                multiples = nearest_multiples(count, self.micro_sequences, most=MAX_COUNT)
+                raise UserError(
+                    f"batch.ramp.{key} = {count} is not divisible by batch.micro_sequences = "
+                    f"{self.micro_sequences}; use batch.ramp.{key} = {multiples}"
+                )
         return self
 
     @model_validator(mode="after")
