@@ -97,7 +97,8 @@ def heads_first(
     cos, sin = rotation or (None, None)
     if rotation is None and fuse is as_written:
         if order == "sbad":  # torch's kernel reads the parts of q|k|v where they are
-            # Split first: autograd then joins the gradients in the order of q|k|v.
+            # Split before permuting: autograd then joins the gradients in the order of qkv in
+            # memory, without a copy.
             parts = qkv.split_with_sizes([heads, kv_heads, kv_heads], dim=2)
             q, k, v = (part.permute(1, 2, 0, 3) for part in parts)
             return q, k, v
@@ -382,7 +383,7 @@ MAX_WIDE_ELEMENTS = 2**24
 def look_up(rows: Tensor, table: Tensor) -> Tensor:
     """Return the rows [...] of a table [v, h]: [..., h]."""
     if table.dtype not in SIXTEEN_BITS:
-        return F.embedding(rows, table)  # without a function in Python
+        return F.embedding(rows, table)  # whose sums need not be wider than fp32
     return _LookUp.apply(rows, table)
 
 

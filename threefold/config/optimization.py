@@ -69,10 +69,11 @@ class Batch(Section):
             )
         for key in ("start_sequences", "increment"):
             if (count := getattr(ramp, key)) % self.micro_sequences:
-                multiples = nearest_multiples(count, self.micro_sequences, most=MAX_COUNT)
+                divisor = math.gcd(ramp.start_sequences, ramp.increment)
                 raise UserError(
                     f"batch.ramp.{key} = {count} is not divisible by batch.micro_sequences = "
-                    f"{self.micro_sequences}; use batch.ramp.{key} = {multiples}"
+                    f"{self.micro_sequences}; use a multiple of it, or batch.micro_sequences = "
+                    f"{divisor}"
                 )
         return self
 

@@ -106,7 +106,7 @@ def _mixed(values: np.ndarray, key: np.uint64) -> np.ndarray:
     return mixed ^ (mixed >> np.uint64(31))
 
 
-SAMPLES_AHEAD = 128  # computed together, which takes hardly longer than those of a micro-batch
+SAMPLES_AHEAD = 128  # computed at a time, which takes hardly longer than those of a micro-batch
 CANDIDATES_PER_BLOCK = 2**14  # windows that are compared with earlier passes at a time
 
 

@@ -373,7 +373,7 @@ class FlatGradients(ABC):
 
     def _take(self, record: _Sum, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
-        if gradient is not None:  # otherwise it is deferred
+        if gradient is not None:  # otherwise it is deferred, frozen, or that of another chunk
             self._add(record, parameter, gradient)
             parameter.grad = None
 
