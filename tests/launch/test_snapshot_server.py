@@ -199,7 +199,7 @@ def half_requests(port: int, count: int) -> Iterator[list[socket.socket]]:
 
 
 def wait_until_threads_are_at_most(limit: int) -> None:
-    """Wait while more threads serve: that of a closed connection is still ending."""
+    """Wait for the thread of a closed connection, which takes a moment to end."""
     deadline = time.monotonic() + 10
     while sum("process_request" in thread.name for thread in threading.enumerate()) > limit:
         assert time.monotonic() < deadline

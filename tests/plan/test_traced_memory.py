@@ -306,8 +306,10 @@ EXHAUSTIVE = pytest.mark.exhaustive
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
     """Return the marks of the test of a layout."""
-    if name in QUICK + LONG:
-        return [pytest.mark.long] * (name in LONG)
+    if name in QUICK:
+        return []
+    if name in LONG:
+        return [pytest.mark.long]
     return in_turn_or_exhaustive(name, IN_TURN, pytest.mark.long)
 
 
