@@ -306,7 +306,9 @@ class Mixture:
     orders: dict[int, CorpusOrder]
     first: int
     before: np.ndarray
-    _ahead: tuple[int, list[tuple[int, int]]] = field(default_factory=lambda: (0, []), init=False)
+    _ahead: tuple[int, list[tuple[int, int]]] = field(
+        default_factory=lambda: (0, []), init=False, repr=False, compare=False
+    )
 
     def places_of(self, samples: range) -> list[tuple[int, int]]:
         """Return the `places` of successive samples, which are computed some samples ahead."""
