@@ -180,13 +180,14 @@ class _Table:
         chunks = _chunks(len(tokens), len(self.weight), x.device)
         room = x.new_empty(chunks[0].stop, len(table))
         scores = torch.empty(2, len(tokens), device=x.device) if observe else None
+        uses_log_softmax = all_count and observe is None and self._can_use_log_softmax(room)
         for chunk in chunks:
             rows = tokens[chunk]  # [n, h]
             counted = None if all_count else labels[chunk] >= 0
             columns = labels[chunk] if all_count else labels[chunk].clamp(min=0)
             columns = columns - self.first  # of the labels; those of other ranks are outside
             logits = torch.mm(rows, table.t(), out=room[: len(rows)])  # [n, v/t]
-            if counted is None and observe is None and self._is_plain(logits):
+            if uses_log_softmax:
                 log_probabilities = _turn_into_log_probabilities(logits, columns)
                 total -= log_probabilities.sum()
                 if grad_tokens is not None and scale is not None:
@@ -247,8 +248,11 @@ class _Table:
             of_labels *= counted
         _set_gradients_of_labels(logits, columns, of_labels)
 
-    def _is_plain(self, logits: Tensor) -> bool:
-        """Return True if torch's log-softmax computes the loss, in fp32 on a CPU."""
+    def _can_use_log_softmax(self, logits: Tensor) -> bool:
+        """Return True if torch's log-softmax of the logits gives the loss: in fp32 on a CPU.
+
+        On CPUs, `computed` has no rows of padding, whose logits would have to be masked.
+        """
         is_changed = self.soft_cap is not None or self.z_loss or self.fuse is not as_written
         is_fp32_on_cpu = logits.device.type == "cpu" and logits.dtype == torch.float32
         return self.tensor.size == 1 and is_fp32_on_cpu and not is_changed

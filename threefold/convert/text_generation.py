@@ -146,7 +146,7 @@ def check_prompt(prompt: str, source: CheckpointReader, tokenizer: Path | None) 
     """Check a prompt before a checkpoint is exported, which may take long.
 
     Raises:
-        UserError: there is no tokenizer, or the prompt is not UTF-8, has no tokens or has too many.
+        UserError: there is no tokenizer, or the prompt is empty, too long or not UTF-8.
     """
     if tokenizer is None:
         raise UserError(

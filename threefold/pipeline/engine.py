@@ -540,7 +540,7 @@ class ScheduledEngine(PipelineEngine):
             torch.autograd.backward(loss)
         else:
             torch.autograd.backward(passing.end, self.handed_on.pop(work))
-        self.gradients.take()
+        self.gradients.take_after_pass()
         if self.pipeline.receiver(work) is not None:
             assert passing.x.grad is not None
             self._hand_on(work, passing.x.grad)

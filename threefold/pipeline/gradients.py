@@ -334,7 +334,9 @@ class FlatGradients(ABC):
             # Held weakly, because the garbage collector cannot free a cycle through a hook.
             reference = ref(self)
             for parameter, record in self.sums.items():
-                parameter.register_post_accumulate_grad_hook(partial(_take, reference, record))
+                parameter.register_post_accumulate_grad_hook(
+                    partial(_take_if_alive, reference, record)
+                )
         self.ended: set[int] = set()  # buckets without further gradients in this step
         self._end_pass()
 
@@ -365,7 +367,7 @@ class FlatGradients(ABC):
         self.is_last = True  # also outside of passes, where `finish` reduces tied buckets
 
     @torch.no_grad()
-    def take(self) -> None:
+    def take_after_pass(self) -> None:
         """Take the gradients of a backward pass from autograd, unless hooks have done it."""
         if self.takes_after_pass:
             for parameter, record in self.sums.items():
@@ -625,8 +627,11 @@ def part_of_shard(parameter: nn.Parameter, shard: Tensor) -> Tensor:
     return shard[address.start : address.start + address.numel]
 
 
-def _take(reference: "ref[FlatGradients]", record: _Sum, parameter: nn.Parameter) -> None:
-    """Take a gradient from autograd, which also calls this hook when a gradient is deferred."""
+def _take_if_alive(reference: "ref[FlatGradients]", record: _Sum, parameter: nn.Parameter) -> None:
+    """Take a gradient from autograd for an object that may have been freed.
+
+    Autograd also calls this hook when a gradient is deferred.
+    """
     gradients = reference()
     if gradients is not None:
         gradients._take(record, parameter)
