@@ -34,9 +34,17 @@ def main() -> None:
         action="store_true",
         help="also request cluster.spare_nodes, and keep the job when a node dies",
     )
-    for name in ("--run-dir", "--resume", "--resume-once", "--wait-for-folder"):
+    parser.add_argument("--resume", type=filled, help="for pretrain.py; only checked here")
+    for name in ("--run-dir", "--resume-once", "--wait-for-folder"):
         parser.add_argument(name, type=filled, help="ignored; for pretrain.py")
     options = parser.parse_args()
+    start = options.resume or "auto"
+    if start not in ("auto", "never") and not Path(start, "manifest.json").is_file():
+        print(
+            f"warning: --resume {start} is no checkpoint now; if it is none when the job starts, "
+            f"the job ends with an error",
+            file=sys.stderr,
+        )
     try:
         print(" ".join(sbatch_options(options.recipe, options.set, elastic=options.elastic)))
     except UserError as problem:

@@ -238,6 +238,9 @@ def test_one_command_submits_a_recipe(submit: Submit, recipe: Path, tmp_path: Pa
     assert fewer.returncode == 0
     (line,) = submitted(tmp_path)
     assert "--nodes=2 " in line and "singleton" not in line
+    none = submit(recipe, "--resume", "runs/none")  # it may exist when the job starts
+    assert none.returncode == 0 and len(submitted(tmp_path)) == 1
+    assert none.stderr.startswith("warning: --resume runs/none is no checkpoint now")
 
 
 def test_one_command_submits_jobs_that_follow_each_other(
@@ -247,6 +250,7 @@ def test_one_command_submits_jobs_that_follow_each_other(
     for words in (["--jobs", 3], ["--jobs=3"]):
         done = submit(*words, recipe, "--resume", "never")
         assert done.returncode == 0 and done.stdout.count("Submitted") == 3, done.stderr
+        assert done.stderr == ""
         lines = submitted(tmp_path)
         options = f"{OPTIONS_OF_RECIPE} --no-requeue --dependency=singleton"
         call = f"{options} slurm/pretrain.slurm {recipe} --resume never REQUEUE=no RESUME_ONCE="

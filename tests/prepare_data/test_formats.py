@@ -18,7 +18,7 @@ from threefold.data.manifest import tokenizer_hash
 from threefold.prepare_data import formats as formats_module
 from threefold.prepare_data.documents import PROBLEM_KINDS
 from threefold.prepare_data.formats import Format
-from threefold.prepare_data.source import SourceOptions, open_source, open_validation
+from threefold.prepare_data.source import SourceOptions, find_files, open_source, open_validation
 from threefold.prepare_data.tables import Stream
 from threefold.prepare_data.tokenization import PieceCounts, texts_of
 from threefold.prepare_data.workspace import mark_workspace
@@ -504,6 +504,23 @@ def test_user_files_with_our_names_are_read(
     assert (
         f"skipped 5 files (written by prepare_data.py), such as {tmp_path}/made/manifest.json"
         in capsys.readouterr().out
+    )
+
+
+def test_a_file_beside_its_compressed_copy_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("a", "b"):
+        json_lines(tmp_path / f"{name}.jsonl")
+    find_files(str(tmp_path))
+    assert "warning" not in capsys.readouterr().out
+    for name in ("a", "b"):
+        packed = gzip.compress((tmp_path / f"{name}.jsonl").read_bytes())
+        (tmp_path / f"{name}.jsonl.gz").write_bytes(packed)
+    find_files(str(tmp_path))
+    assert (
+        f"warning: {tmp_path}/a.jsonl and a.jsonl.gz are both read (and 1 more pair); if they have "
+        f"the same documents, remove one of them\n" in capsys.readouterr().out
     )
 
 

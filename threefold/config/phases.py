@@ -567,10 +567,11 @@ def _check_phase(recipe: Recipe, segment: Segment, phase: PhaseTable) -> None:
         (*ramp, _) = batches(phase.table["batch"], 1, None)
         end = ramp[-1][1] or 0
         if end >= segment.last:
+            later = f"let the phase begin with step {end + 2} or later, or "
             raise UserError(
                 f"batch.ramp ends with step {end}, and phase.{recipe.phase[0].name} begins with "
                 f"step {segment.last + 1}, but a step with the full batch must come in between; "
-                f"let the phase begin with step {end + 2} or later, or use fewer batch.ramp.samples"
+                f"{later if end + 2 <= recipe.training.steps else ''}use fewer batch.ramp.samples"
             )
     steps = segment.schedule_last - segment.schedule_first + 1
     if phase.begins_schedule:
