@@ -5,6 +5,7 @@ import difflib
 import errno
 import functools
 import json
+import math
 import re
 import subprocess
 import sys
@@ -802,6 +803,9 @@ def test_skipping_layouts_that_cannot_fit_changes_nothing(
     with_skipping = len(computed)
     assert bool(found.plans) == any_fits
     assert (found.nearest is None) == any_fits
+    monkeypatch.setattr(search_module, "SIZES_PER_PART", 4)
+    assert search(job, 3, processes=2) == found
+    assert len(computed) == with_skipping * (1 if any_fits else 2)  # nothing fits: a second search
     computed.clear()
     monkeypatch.setattr(search_module, "state_exceeds", lambda job, limit: False)
     assert search(job, 3) == found
@@ -816,6 +820,22 @@ def test_skipping_layouts_that_cannot_fit_changes_nothing(
     )
     assert search(job, 3) == found
     assert (len(computed) > without_skipping) == any_fits
+
+
+def test_layouts_that_fit_into_the_host_only_with_recomputation_are_tried_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, job = planned("llama/13b", "deepspeed=ds_configs/zero1_fp16.json")
+    job = replace(job, machine=Machine.of(load_gpu("V100-32GB"), gpus=16))
+    monkeypatch.setattr(
+        search_module,
+        "host_bytes",
+        lambda job: math.inf if job.layout.recompute == "none" else 0.0,
+    )
+    plans = search(job, 10**6).plans
+    assert len({each.job.layout for each in plans}) == len(plans) > 1
+    for each in plans:
+        assert each.job.layout.recompute == "full" and each.memory == fullest_stage(each.job)
 
 
 def test_a_layout_is_skipped_only_if_its_state_is_too_large_with_any_recomputation() -> None:

@@ -120,7 +120,13 @@ def plan(options: argparse.Namespace) -> int:
     problem_of = recipe_edits.problem_in_run(whole.recipe, machine, software, phase)
     result = SearchResult()
     if count:
-        result = search(job, count, headroom=options.headroom, problem_of=problem_of)
+        result = search(
+            job,
+            count,
+            headroom=options.headroom,
+            problem_of=problem_of,
+            processes=len(os.sched_getaffinity(0)),
+        )
     steps = len(whole.steps_of(phase))
     segments = whole.segments if len(whole.segments) > 1 else ()
     phases = [phase_row(segment, machine, software, adjust) for segment in segments]
@@ -252,7 +258,7 @@ def print_family(options: argparse.Namespace) -> int:
     family = members(
         options.recipe, options.set, cluster=cluster, software=load_software(options.software),
         calibrate=fit.factors.of, headroom=options.headroom, links=links_of(options),
-        warn=leave_out,
+        warn=leave_out, processes=len(os.sched_getaffinity(0)),
     )  # fmt: skip
     if options.json:
         table = catalogue.family_table(family, cluster, options.days)

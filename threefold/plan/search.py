@@ -1,13 +1,18 @@
 """Exhaustive search for the fastest layouts of a model or of a family on a machine."""
 
+import ctypes
 import math
+import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
 from heapq import nsmallest
-from itertools import product
+from itertools import chain, product
 from math import gcd
+from multiprocessing import get_context
 from pathlib import Path
 
 from models.cost import parameter_count
@@ -40,6 +45,9 @@ from threefold.plan.time.step import StepTime, step_time
 MAX_MICRO_SEQUENCES = 64
 MIN_TOKENS_PER_CONTEXT_RANK = 2048  # fewer make matmuls inefficient
 RECOMPUTE_INTERVALS = (1, 2, 4)  # with full recomputation
+SIZES_PER_PART = 32  # that a process tries at a time, in about half a second
+PR_SET_PDEATHSIG = 1  # of prctl(2): kill this process when its parent ends
+MAX_PROCESSES = 16  # of a search; a login node has other users
 INTERLEAVED_VIRTUAL_STAGES = (2, 4, 8)  # virtual stages per pipeline stage
 # The Ultra-Scale Playbook recommends filling 85 to 90 % of the memory. Predictions are off by a few
 # per cent, and the allocator needs room.
@@ -87,12 +95,16 @@ def search(
     *,
     headroom: float = DEFAULT_HEADROOM,
     problem_of: Callable[[Plan], str] | None = None,
+    processes: int = 1,
 ) -> SearchResult:
     """Find the `top` fastest layouts that fit for a job's model, batch and machine.
 
     A layout fits if it leaves the share `headroom` of a GPU's memory free.
 
-    problem_of: returns why another step of the run rejects a layout; empty if none does
+    Args:
+        problem_of: returns why another step of the run rejects a layout; empty if none does
+        processes: maximum number of processes that divide a long search. They are forked, so a
+            caller with threads must not ask for more than one.
 
     This is the procedure of the Ultra-Scale Playbook (Hugging Face 2025: fit a step in memory,
     reach the global batch, maximise throughput), with predictions instead of runs. Recomputation
@@ -100,52 +112,132 @@ def search(
     it does not fit with full recomputation, it is not tried with less.
     """
     result = SearchResult()
-    fitting: list[Plan] = []
     limit = job.machine.gpu.memory_gib * GIB * (1 - headroom)
-    # `fits`: the layout fits with less recomputation. `hopeless`: it does not even fit with full
-    # recomputation.
-    fits = hopeless = False
-    # Layouts whose state exceeds this are skipped: they cannot fit, and need more than
-    # `result.nearest`.
-    state_limit = math.inf
-    for layout in valid_layouts(job, result.rejected):
-        result.tried += 1
-        candidate = job.with_layout(layout)
-        if host_bytes(candidate) > job.machine.gpu.node_memory_gib * GIB:
-            result.rejected[TOO_LARGE_FOR_HOST] += 1
-            continue
-        if layout.recompute == "none" and state_exceeds(candidate, state_limit):
-            fits, hopeless = False, True
-        elif layout.recompute == "none":
-            memory = memory_within(candidate, limit)
-            fits = memory.total <= limit
-            if not fits:
-                recomputed, recomputed_memory = with_full_recomputation(
-                    candidate, limit, least=not fitting
-                )
-                hopeless = recomputed_memory.total > limit
-                excess = (recomputed_memory.total - limit) / GIB
-                nearest = result.nearest[1] if result.nearest else math.inf
-                if hopeless and not fitting and excess < nearest:
-                    result.nearest = recomputed.layout, excess
-                    state_limit = recomputed_memory.total
-        elif fits:
-            continue
-        elif not hopeless:
-            if layout.recompute == "full":
-                candidate, memory = recomputed, recomputed_memory
-            else:
-                memory = memory_within(candidate, limit)
-            fits = memory.total <= limit
-        if fits:
-            fitting.append(Plan(candidate, memory, step_time(candidate)))
-            state_limit, result.nearest = limit, None
-        else:
-            result.rejected[TOO_LARGE_FOR_GPU] += 1
+    sizes = list(valid_sizes(job, result.rejected))
+    fitting: list[Plan] = []
+    for part in try_in_parts(job, sizes, limit, processes):
+        fitting += [Plan(job.with_layout(layout), *rest) for layout, *rest in part.fitting]
+        result.tried += part.tried
+        result.rejected += part.rejected
+        if part.nearest and (result.nearest is None or part.nearest[1] < result.nearest[1]):
+            result.nearest = part.nearest
+    if fitting:
+        result.nearest = None
     if problem_of:
         choose_valid_plans(result, fitting, top, problem_of)
     else:
         result.plans = nsmallest(top, fitting, key=order_of_plans(fitting))
+    return result
+
+
+@dataclass
+class TriedLayouts:
+    """The outcome of a part of a search; the attributes without a comment are as in SearchResult.
+
+    Attributes:
+        fitting: the layouts that fit, in the order in which they were tried
+    """
+
+    fitting: list[tuple[PlannedLayout, StageMemory, StepTime]] = field(default_factory=list)
+    tried: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    nearest: tuple[PlannedLayout, float] | None = None
+
+
+def try_in_parts(
+    job: Job, sizes: Sequence[PlannedLayout], limit: float, processes: int
+) -> list[TriedLayouts]:
+    """Try all layouts of the sizes, and return the outcomes in the order of the sizes."""
+    firsts = range(0, len(sizes), SIZES_PER_PART)
+    processes = min(processes, MAX_PROCESSES, len(firsts) // 2)
+    parts: list[TriedLayouts] = []
+    if processes > 1:
+        with ProcessPoolExecutor(
+            processes,
+            mp_context=get_context("fork"),  # needs no imports; the search has no threads
+            initializer=_start_worker,
+            initargs=(job, sizes, limit, os.getpid()),
+        ) as pool:
+            parts = list(pool.map(_try_part, firsts))
+    if not any(part.fitting for part in parts):
+        return [try_layouts(job, sizes, limit)]
+    return parts
+
+
+_work: tuple[Job, Sequence[PlannedLayout], float]  # of a process of `try_in_parts`
+
+
+def _start_worker(job: Job, sizes: Sequence[PlannedLayout], limit: float, parent: int) -> None:
+    global _work
+    _work = job, sizes, limit
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its processes
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call of prctl
+        os._exit(0)
+
+
+def _try_part(first: int) -> TriedLayouts:
+    job, sizes, limit = _work
+    return try_layouts(job, sizes[first : first + SIZES_PER_PART], limit, finds_nearest=False)
+
+
+def try_layouts(
+    job: Job, sizes: Sequence[PlannedLayout], limit: float, *, finds_nearest: bool = True
+) -> TriedLayouts:
+    """Try all layouts of the sizes.
+
+    Args:
+        limit: bytes on a GPU that a layout may need
+        finds_nearest: find `nearest`, which takes longer until a layout fits
+    """
+    result = TriedLayouts()
+    # Of the sizes and settings of a layout: they fit with less recomputation; they do not even fit
+    # with full recomputation; the job and its memory with full recomputation, if already known.
+    fits = hopeless = False
+    recomputed: tuple[Job, StageMemory] | None = None
+    # Layouts whose state exceeds this are skipped: they cannot fit, and need more than
+    # `result.nearest`.
+    state_limit = math.inf if finds_nearest else limit
+    for layout in chain.from_iterable(
+        layout_variants(job, each, result.rejected) for each in sizes
+    ):
+        result.tried += 1
+        candidate = job.with_layout(layout)
+        if layout.recompute == "none":
+            fits = hopeless = False
+            recomputed = None
+        if host_bytes(candidate) > job.machine.gpu.node_memory_gib * GIB:
+            result.rejected[TOO_LARGE_FOR_HOST] += 1
+            continue
+        if layout.recompute == "none" and state_exceeds(candidate, state_limit):
+            hopeless = True
+        elif layout.recompute == "none":
+            memory = memory_within(candidate, limit)
+            fits = memory.total <= limit
+            if not fits:
+                least = finds_nearest and not result.fitting
+                recomputed = with_full_recomputation(candidate, limit, least=least)
+                hopeless = recomputed[1].total > limit
+                excess = (recomputed[1].total - limit) / GIB
+                nearest = result.nearest[1] if result.nearest else math.inf
+                if hopeless and least and excess < nearest:
+                    result.nearest = recomputed[0].layout, excess
+                    state_limit = recomputed[1].total
+        elif fits:
+            continue
+        elif not hopeless:
+            if layout.recompute == "full":
+                candidate, memory = recomputed or with_full_recomputation(
+                    candidate, limit, least=False
+                )
+            else:
+                memory = memory_within(candidate, limit)
+            fits = memory.total <= limit
+        if fits:
+            result.fitting.append((candidate.layout, memory, step_time(candidate)))
+            state_limit, result.nearest = limit, None
+        else:
+            result.rejected[TOO_LARGE_FOR_GPU] += 1
     return result
 
 
@@ -252,7 +344,13 @@ def memory_within(job: Job, limit: float) -> StageMemory:
 
 
 def valid_layouts(job: Job, rejected: Counter[str]) -> Iterator[PlannedLayout]:
-    """Yield all valid layouts of a job on its machine, and count the rejected sizes by reason."""
+    """Yield all valid layouts of a job on its machine, and count rejected ones by reason."""
+    for sizes in valid_sizes(job, rejected):
+        yield from layout_variants(job, sizes, rejected)
+
+
+def valid_sizes(job: Job, rejected: Counter[str]) -> Iterator[PlannedLayout]:
+    """Yield all valid sizes of the axes and the micro-batch; count rejected sizes by reason."""
     gpus, sequences = job.machine.gpus, job.global_sequences
     for tensor in divisors(gpus):
         if reason := tensor_rejection(job, tensor):
@@ -288,8 +386,7 @@ def valid_layouts(job: Job, rejected: Counter[str]) -> Iterator[PlannedLayout]:
                         micro_sequences=micro_sequences,
                     )
                     sizes = with_context_attention(job, sizes)
-                    for divided in expert_divisions(job, sizes):
-                        yield from layout_variants(job, divided, rejected)
+                    yield from expert_divisions(job, sizes)
 
 
 def expert_divisions(job: Job, sizes: PlannedLayout) -> Iterator[PlannedLayout]:
@@ -521,6 +618,7 @@ def members(
     headroom: float,
     links: LinkOverrides | None = None,
     warn: Warn = ignored,
+    processes: int = 1,
 ) -> list[Member]:
     """Plan a recipe and the rest of its family on one cluster, the smallest model first.
 
@@ -528,6 +626,7 @@ def members(
         calibrate: function that adjusts a job to measured runs
         headroom: share of the GPU memory that a layout leaves free
         warn: called with one line about each recipe of the family that is not valid
+        processes: as for `search`
 
     Raises:
         UserError: the recipe with the overrides is not valid, or the GPU does not compute in its
@@ -553,7 +652,7 @@ def members(
             except UserError:
                 raise problem from None
         job = calibrate(job_without_layout(recipe, machine, software))
-        result = search(job, top=1, headroom=headroom)
+        result = search(job, top=1, headroom=headroom, processes=processes)
         if result.plans:
             return Member(path, recipe, result.plans[0], settings=settings)
         if result.nearest:
