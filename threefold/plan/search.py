@@ -116,7 +116,9 @@ def search(
     sizes = list(valid_sizes(job, result.rejected))
     fitting: list[Plan] = []
     for part in try_in_parts(job, sizes, limit, processes):
-        fitting += [Plan(job.with_layout(layout), *rest) for layout, *rest in part.fitting]
+        fitting += [
+            Plan(job.with_layout(layout), memory, time) for layout, memory, time in part.fitting
+        ]
         result.tried += part.tried
         result.rejected += part.rejected
         if part.nearest and (result.nearest is None or part.nearest[1] < result.nearest[1]):
