@@ -185,8 +185,9 @@ def hugging_face_config(config: ModelConfig, family: Family | None = None) -> di
             "embd_pdrop": config.dropout,
             "attn_pdrop": config.attention_dropout,
         }
-    if family.has_predictions and config.prediction is not None:
-        settings["num_nextn_predict_layers"] = config.prediction.depth
+    if family.has_predictions:
+        depth = config.prediction.depth if config.prediction else 0
+        settings["num_nextn_predict_layers"] = depth
     biases = features_of(config)["biases"]
     settings |= {attribute: parts <= biases for attribute, parts in family.bias_attributes.items()}
     if family.values("qk_norm") == ("none", "head"):

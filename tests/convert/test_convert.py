@@ -12,6 +12,7 @@ import tempfile
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ from threefold.convert.files import (
 )
 from threefold.convert.from_hugging_face import import_model, read_config
 from threefold.convert.reshape import new_recipe, sources_of
-from threefold.convert.to_hugging_face import export, find_tokenizer, special_tokens
+from threefold.convert.to_hugging_face import export, find_tokenizer, model_card, special_tokens
 from threefold.data.dataset import TrainingData
 from threefold.prove.shrink import write_corpus
 from threefold.prove.training import save, start, train_step
@@ -219,6 +220,10 @@ def test_transformers_opens_the_checkpoint_of_a_parallel_run(
     card = (tmp_path / "README.md").read_text()
     axis = "tensor" if recipe.layout.tensor == 2 else "pipeline"
     assert "2 steps" in card and f"{axis} 2" in card and f"seed | {recipe.seed}" in card
+    later = {"name": "later", "start_step": 2, "data": {"train": [{"path": "data/later"}]}}
+    manifest = replace(source.manifest, recipe=source.manifest.recipe | {"phase": [later]})
+    staged = SimpleNamespace(manifest=manifest, path=source.path)
+    assert "data/later (weight 1)" in model_card(staged, "fp32")  # type: ignore[arg-type]
     settings = json.loads((tmp_path / "generation_config.json").read_text())
     assert settings["eos_token_id"] == theirs.config.eos_token_id == 1
 

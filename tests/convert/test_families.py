@@ -141,6 +141,7 @@ def test_a_step_of_an_imported_model_is_that_of_transformers(
     family: str, tmp_path: Path, small: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs = their_model(family)
+    theirs.generation_config.eos_token_id = [1, 3]  # several may end a text
     (tmp_path / "back").mkdir()
     theirs.save_pretrained(tmp_path / "theirs")
     from_hf(Namespace(folder=tmp_path / "theirs", output=tmp_path / "ours", overwrite=False))
@@ -175,6 +176,12 @@ def test_a_step_of_an_imported_model_is_that_of_transformers(
     export(source, tmp_path / "back", dtype="fp32", tokenizer=None)
     back = AutoModelForCausalLM.from_pretrained(tmp_path / "back", attn_implementation="eager")
     assert back.config.model_type == EXPORTED_AS.get(family, theirs.config.model_type)
+    ends = [(of.bos_token_id, of.eos_token_id) for of in (back.config, back.generation_config)]
+    assert ends == [(1, [1, 3])] * 2
+    assert "add one with --tokenizer FOLDER" in capsys.readouterr().out
+    assert "AutoTokenizer" not in (tmp_path / "back" / "README.md").read_text()
+    if hasattr(back.config, "num_nextn_predict_layers"):
+        assert back.config.num_nextn_predict_layers == 0
     with torch.no_grad():
         assert relative(back(tokens).logits, logits.detach()) <= 1e-5
 

@@ -227,6 +227,7 @@ def test_results_do_not_enter_predictions(tmp_path: Path) -> None:
         ({"tp": "32", "dp": "1"}, "heads = 24 over tp = 32 is not modelled"),
         ({"pp": "32", "dp": "1"}, "pp x vpp = 32 is more than layers = 24"),
         ({"pp": "1", "vpp": "5"}, "vpp = 5 needs pp > 1"),
+        ({"gpu": "", "outcome": "rejected"}, "the sweep rejected these settings"),
     ],
 )
 def test_an_incomplete_row_is_skipped_with_the_reason(changes: dict[str, str], reason: str) -> None:

@@ -180,6 +180,14 @@ def test_a_bad_row_is_named(name: str, tmp_path: Path) -> None:
         assert kept == (["a", "ä"] if name == "utf8.txt" else ["a"])
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf_16_is_never_skipped_row_by_row(encoding: str, tmp_path: Path) -> None:
+    file = tmp_path / "wide.txt"
+    file.write_bytes(("\ufeff" + "\n".join(TEXTS)).encode(encoding))
+    with pytest.raises(UserError, match=r"wide.txt is in UTF-16; convert it, .*iconv -f UTF-16"):
+        texts(opened(file), 10**6, skip=frozenset({"utf-8"}))
+
+
 @pytest.mark.parametrize("content", [b'[{"body": "a"}, {"bo', b'[{"body": "a\xff"}]'])
 def test_a_broken_array_is_not_skipped_as_a_row(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_bytes(content)

@@ -44,6 +44,17 @@ def test_the_shares_grow_with_the_run() -> None:
     assert wall_time.shares(1100.0)["starting"] == pytest.approx(0.1)
 
 
+def test_the_first_start_up_belongs_to_the_run_without_an_attempt() -> None:
+    wall_time = WallTime(EVENTS[1:], LINES)
+    assert wall_time.seconds(1100.0) == 1100.0 - (1008.0 - 10.0)
+    assert wall_time.shares(1100.0)["waiting"] == pytest.approx(34 / 102)
+    killed = WallTime([EVENTS[1], *EVENTS[4:]], LINES)  # before the first step
+    assert killed.seconds(1100.0) == 92.0
+    running = WallTime(EVENTS[1:2])
+    running.started({"imports": 10.0, "first step": 2.0})
+    assert running.seconds(1100.0) == 102.0
+
+
 def test_an_edited_file_is_no_reason_to_stop() -> None:
     events = [{"event": "start"}, {"event": "first_step", "seconds": None}, {"event": "repeat"}]
     wall_time = WallTime(events, [{"step": 1, "step_seconds": "much"}])

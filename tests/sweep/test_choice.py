@@ -88,6 +88,16 @@ def test_the_planner_keeps_the_given_keys(recipe: Path) -> None:
     assert {trial.recipe.layout.tensor for trial in found} == {2}
 
 
+def test_the_own_layout_is_tried_if_no_other_has_the_given_keys(recipe: Path) -> None:
+    keys = ["layout.pipeline=1", "layout.tensor=1"]  # so that two data ranks divide the batch
+    odd = [*keys, "batch.micro_sequences=3", "batch.global_sequences=3"]
+    with pytest.raises(UserError, match=r"micro_sequences = 3 x 2 data ranks; use batch.glo.* = 6"):
+        choose(TrialRequest(recipes=[recipe], settings=odd))
+    unknown = ["layout.schedule=gpipe", "layout.pipeline=2"]  # the search does not try it
+    (trial,) = choose(TrialRequest(recipes=[recipe], settings=unknown)).trials
+    assert trial.recipe.layout.schedule == "gpipe"
+
+
 def test_nodes_and_recipes_multiply(recipe: Path, tmp_path: Path) -> None:
     other = write(tmp_path / "other.toml", model__hidden_size=128)
     request = TrialRequest(

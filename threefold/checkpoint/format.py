@@ -140,7 +140,8 @@ REMEDY = (
     "restore it from a copy, or use another checkpoint (pretrain.py resumes from the newest "
     "undamaged one)"
 )
-OPTIONAL = {"read_parts", "parent", "validation_loss"}  # fields that a manifest may lack
+# fields that a manifest may lack
+OPTIONAL = {"read_parts", "parent", "validation_loss", "special_tokens"}
 Number = Annotated[int, Field(ge=0)]
 # Without a folder: the files of a checkpoint are in its own folder, even if the manifest was
 # edited.
@@ -250,6 +251,7 @@ class Manifest:
         parent: the checkpoint of another run at which the run began, if there is one
         validation_loss: mean loss of the validation sets at the save, if the run has just
             validated; in nats per token
+        special_tokens: of imported weights, the ids of the tokens that begin and end a text
     """
 
     step: Number
@@ -267,6 +269,7 @@ class Manifest:
     read_parts: list[list[Number]] | None = None
     parent: dict[str, Any] | None = None
     validation_loss: float | None = None
+    special_tokens: dict[str, Any] | None = None
 
     @property
     def progress(self) -> Progress:

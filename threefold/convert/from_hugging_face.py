@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig
+from transformers import AutoConfig, GenerationConfig
 
 from models.config import ModelConfig, Prediction
 from models.errors import UserError, a_few, counted, reason_of, why_no_folder
@@ -172,6 +172,21 @@ def read_config(folder: Path) -> tuple[ModelConfig, Family]:
         raise UserError(f"{folder / 'config.json'}: {problem}") from None
 
 
+def special_tokens_in(folder: Path) -> dict[str, Any]:
+    """Return the ids of the tokens that begin and end a text, from a folder's configs.
+
+    Several tokens may end a text; their ids are a list.
+    """
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
+    generation = {}
+    if (folder / "generation_config.json").is_file():
+        generation = GenerationConfig.from_pretrained(folder).to_dict()
+    return {
+        name: config.get(name) if generation.get(name) is None else generation[name]
+        for name in ("bos_token_id", "eos_token_id")
+    }
+
+
 def imported_config(theirs: dict[str, Any]) -> ModelConfig:
     """Return the architecture in transformers' config.
 
@@ -279,5 +294,6 @@ def import_model(folder: Path, output: Path) -> ModelConfig:
         versions=versions(),
         tensors=tensors,
         files=files,
+        special_tokens=special_tokens_in(folder),
     ).write(output)
     return model

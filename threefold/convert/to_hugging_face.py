@@ -101,13 +101,15 @@ def export(
             f"{family.class_name} has no place for the weights of [model.prediction]; the export "
             f"leaves them out, and the rest of the model is complete"
         )
-    card = model_card(source, dtype, averaged=averaged)
+    card = model_card(source, dtype, averaged=averaged, has_tokenizer=tokenizer is not None)
     for name in TOKENIZER_FILES:
         if tokenizer and (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, folder / name)
     if tokenizer:
         begin_texts_as_in_training(source, folder, name=f"--tokenizer {tokenizer}")
-    special = special_tokens(tokenizer)
+    else:
+        print("the export has no tokenizer; add one with --tokenizer FOLDER")
+    special = special_tokens(tokenizer, source.manifest.special_tokens)
     config = their_config(settings | special)
     config.architectures = [family.class_name]
     config.dtype = DTYPES[dtype][1]
@@ -225,15 +227,20 @@ def _starts_of_corpora(source: CheckpointReader) -> list[list[int]] | None:
         return None
 
 
-def special_tokens(tokenizer: Path | None) -> dict[str, int | None]:
+def special_tokens(
+    tokenizer: Path | None, imported: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the ids of the tokens that begin and end a text, for both configs.
 
     The configs name no padding token. The default of a class may be outside of the vocabulary, and
     transformers does not train the embedding of a padding token.
+
+    Args:
+        imported: `special_tokens` of the manifest, which a tokenizer replaces
     """
     ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     if tokenizer is None:
-        return ids
+        return ids | (imported or {})
     loaded = load_tokenizer(tokenizer, f"--tokenizer {tokenizer}")
     return ids | {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
 
@@ -305,7 +312,9 @@ def _bytes(tensor: Tensor) -> memoryview:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def model_card(source: CheckpointReader, dtype: str, *, averaged: bool = False) -> str:
+def model_card(
+    source: CheckpointReader, dtype: str, *, averaged: bool = False, has_tokenizer: bool = True
+) -> str:
     """Return the README.md of the exported model: its architecture and its training."""
     manifest, model = source.manifest, model_of(source)
     facts = {
@@ -317,7 +326,7 @@ def model_card(source: CheckpointReader, dtype: str, *, averaged: bool = False) 
     }
     if "data" in manifest.recipe:
         sources = table_at(manifest.recipe, manifest.step)["data"]["train"]
-        facts["corpus"] = ", ".join(f"{s['path']} (weight {s['weight']:g})" for s in sources)
+        facts["corpus"] = ", ".join(f"{s['path']} (weight {s.get('weight', 1):g})" for s in sources)
         facts["seed"] = str(manifest.recipe["seed"])
         if averaged:
             settings = table_at(manifest.recipe, manifest.step)["optimizer"]["average"]
@@ -335,13 +344,16 @@ def model_card(source: CheckpointReader, dtype: str, *, averaged: bool = False) 
     facts["versions"] = ", ".join(f"{k} {v}" for k, v in manifest.versions.items() if v)
     rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     name = manifest.recipe.get("name", "model")
+    classes, loading = "AutoModelForCausalLM", ""
+    if has_tokenizer:
+        classes += ", AutoTokenizer"
+        loading = 'tokenizer = AutoTokenizer.from_pretrained(".")\n'
     return (
         "---\nlibrary_name: transformers\npipeline_tag: text-generation\n"
         "tags: [threefold]\n---\n\n"
         f"# {name}\n\nPretrained with Threefold.\n\n| | |\n|---|---|\n{rows}\n\n"
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained(".")\n'
-        'tokenizer = AutoTokenizer.from_pretrained(".")\n```\n'
+        f"```python\nfrom transformers import {classes}\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained(".")\n{loading}```\n'
     )
 
 

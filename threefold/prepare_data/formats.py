@@ -8,6 +8,7 @@
 | Texts     | several files, each of them a document   | file                   |
 """
 
+import codecs
 import io
 import json
 from abc import ABC, abstractmethod
@@ -116,7 +117,8 @@ def version_of(file: Path) -> str:
     return f"{about.st_size}/{about.st_mtime_ns}"
 
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BYTE_ORDER_MARK = codecs.BOM_UTF8
+UTF16_MARKS = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
 COMPRESSED = (".gz", ".bz2", ".zst")
 BLOCK_BYTES = 2**24
 # Limit of a line: parsing needs several times its size, and a small compressed file can expand to a
@@ -149,7 +151,8 @@ class TextLines(Format):
         """Yield the lines that begin in the piece.
 
         Raises:
-            UserError: A line is too long, or does not fit into memory.
+            UserError: A line is too long, or does not fit into memory. Or the file is in UTF-16, of
+                which all lines but the first may be valid UTF-8.
         """
         with open_bytes(self.file) as stream:
             position = piece.start
@@ -161,6 +164,11 @@ class TextLines(Format):
                     line = stream.readline(MAX_LINE_BYTES + 1)
                     if not line:
                         return
+                    if not position and line.startswith(UTF16_MARKS):
+                        raise UserError(
+                            f"{self.file} is in UTF-16; convert it, for example with iconv -f "
+                            f"UTF-16 -t UTF-8"
+                        )
                     if len(line) > MAX_LINE_BYTES:
                         raise self._too_long(
                             piece, position, f"is longer than {MAX_LINE_BYTES} bytes"

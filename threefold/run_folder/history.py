@@ -475,6 +475,9 @@ class WallTime:
         self.paused = 0.0
         self._ended: float | None = None  # time of an orderly end, until the next start
         self._gap = 0.0  # between an orderly end and the end of the start-up that followed it
+        # `began` is the end of the first start-up, not its beginning. False after an attempt too,
+        # once its start has been noted.
+        self._began_late = False
         for event in events:
             self._note(event)
         for line in metrics:
@@ -491,6 +494,9 @@ class WallTime:
         """Add the parts of a start-up."""
         starting = sum(_number(s) for part, s in seconds.items() if part != FIRST_STEP)
         self.starting += starting
+        if self._began_late and self.began is not None:
+            self.began -= starting
+        self._began_late = False
         self.paused += max(0.0, self._gap - starting)
         self._gap = 0.0
 
@@ -524,9 +530,10 @@ class WallTime:
 
     def _note(self, event: dict[str, Any]) -> None:
         kind, time = event.get("event"), event.get("time")
-        if kind in ("attempt", "start", "resume") and self.began is None:
-            self.began = _number(time) or None
         if kind in ("attempt", "start", "resume"):
+            self._began_late = self.began is None
+            if self._began_late:
+                self.began = _number(time) or None
             self._note_start(event)
         if kind in ("start", "resume"):
             self.starts += 1

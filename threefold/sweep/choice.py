@@ -230,6 +230,11 @@ def recipes_of(
     result = search(job_without_layout(recipe, machine), ALL)
     named = [override.partition("=")[0].strip() for override in combination.overrides]
     plans = [plan for plan in result.plans if agrees(recipe, plan, named)]
+    if result.plans and not plans:
+        # The recipe's own layout has them: it is not valid, does not fit, or is of a kind that the
+        # search does not try, such as GPipe.
+        yield recipe
+        return
     top = ALL if layouts == "all" else top
     if problem_of := problem_in_run(whole, machine, THREEFOLD):
         result.plans.clear()

@@ -765,6 +765,8 @@ def read_row(cells: dict[str, str]) -> MeasuredRow:
         ),
     )
     try:
+        if reader.cell("outcome") == "rejected":
+            raise UserError("the sweep rejected these settings")
         job = reader.job()
         for name in MEASUREMENTS:
             stated = reader.cell(name)
