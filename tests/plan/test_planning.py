@@ -958,6 +958,8 @@ def test_the_command_plans_another_machine_and_writes_a_recipe_for_it(tmp_path: 
     done = run_plan("recipes/llama/7b.toml", "--nodes", "1", "--gpu", "H200", "--write", str(file))
     assert "8 x H200 on 1 node" in done.stdout and file.exists()
     recipe = load_recipe(file)
+    about = "# The comments below are those of recipes/llama/7b.toml and may describe its values.\n"
+    assert about in file.read_text("utf-8")
     assert (recipe.cluster.nodes, recipe.cluster.gpu, recipe.name) == (1, "H200", "llama-7b")
     again = json.loads(run_plan(str(file), "--json").stdout)
     assert again["own"]["layout"] == again["best"][0]["layout"]

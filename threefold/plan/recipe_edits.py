@@ -204,11 +204,13 @@ def write_recipe(
             f"a larger GPU or a smaller --headroom"
         )
     best = in_layout(recipe, result.plans[0], str(path), phase)
-    heading, text = f"# {recipe.name} with layout 1 of plan.py.", edited_text(source, best)
+    heading, text = f"# {recipe.name} with layout 1 of plan.py", edited_text(source, best)
+    name = str(source) if str(source).isprintable() else ascii(str(source))
     if text is None:
-        name = str(source) if str(source).isprintable() else ascii(str(source))
-        heading = f"{heading[:-1]}, without the comments of {name}."
+        heading += f", without the comments of {name}."
         text = best.toml()
+    else:
+        heading += f".\n# The comments below are those of {name} and may describe its values."
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(f"{heading}\n\n{text}")
