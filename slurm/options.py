@@ -34,15 +34,21 @@ def main() -> None:
         action="store_true",
         help="also request cluster.spare_nodes, and keep the job when a node dies",
     )
-    parser.add_argument("--resume", type=filled, help="for pretrain.py; only checked here")
+    parser.add_argument(
+        "--resume",
+        type=filled,
+        default="auto",
+        help="as for pretrain.py; a warning is printed if the checkpoint does not exist",
+    )
     for name in ("--run-dir", "--resume-once", "--wait-for-folder"):
         parser.add_argument(name, type=filled, help="ignored; for pretrain.py")
     options = parser.parse_args()
-    start = options.resume or "auto"
-    if start not in ("auto", "never") and not Path(start, "manifest.json").is_file():
+    resume = options.resume
+    if resume not in ("auto", "never") and not Path(resume, "manifest.json").is_file():
         print(
-            f"warning: --resume {start} is no checkpoint now; if it is none when the job starts, "
-            f"the job ends with an error",
+            f"warning: --resume {resume}: the path is not a checkpoint; if that is still so when "
+            f"the job starts, the job ends with an error. Use auto, never or a checkpoint such as "
+            f"runs/NAME/checkpoints/step-0000200",
             file=sys.stderr,
         )
     try:

@@ -43,6 +43,7 @@ CONTINUES = "what fails is reported, and the run continues without it"
 RAISES = "the exception is raised again, or ends the process with its traceback"
 CATCHES = {  # function that catches one of BROAD -> why no defect becomes a user's mistake there
     "models/experts/overlap.py: Turns._run_one": RAISES,
+    "threefold/convert/from_hugging_face.py: special_tokens_in": PARSING,
     "threefold/convert/foreign_checkpoint.py: load": FOREIGN,
     "threefold/convert/foreign_checkpoint.py: read_distributed": PARSING,
     "threefold/convert/foreign_checkpoint.py: DistributedFiles._piece": FOREIGN,

@@ -240,7 +240,7 @@ def test_one_command_submits_a_recipe(submit: Submit, recipe: Path, tmp_path: Pa
     assert "--nodes=2 " in line and "singleton" not in line
     none = submit(recipe, "--resume", "runs/none")  # it may exist when the job starts
     assert none.returncode == 0 and len(submitted(tmp_path)) == 1
-    assert none.stderr.startswith("warning: --resume runs/none is no checkpoint now")
+    assert none.stderr.startswith("warning: --resume runs/none: the path is not a checkpoint")
 
 
 def test_one_command_submits_jobs_that_follow_each_other(

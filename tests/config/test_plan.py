@@ -287,7 +287,7 @@ def test_learned_positions_cannot_become_longer(small: dict[str, Any]) -> None:
         ({"start_sequences": 2, "increment": 2, "samples": 300}, "in between; use fewer"),
         (
             {"start_sequences": 2, "increment": 2, "samples": 40},
-            "and phase.long begins with step 9, .* let the phase begin with step 15 or later, or",
+            "and phase.long begins with step 9, .* begin the phase at step 15 or later, or",
         ),
         ({"start_sequences": 1, "increment": 1, "samples": 30}, "start_sequences = 1 is not divis"),
         ({"start_sequences": 2, "increment": 3, "samples": 30}, "increment = 3 is not divisible"),

@@ -59,7 +59,7 @@ from threefold.convert.files import (
     open_checkpoint,
     output_folder,
 )
-from threefold.convert.from_hugging_face import import_model, read_config
+from threefold.convert.from_hugging_face import import_model, read_config, special_tokens_in
 from threefold.convert.reshape import new_recipe, sources_of
 from threefold.convert.to_hugging_face import export, find_tokenizer, model_card, special_tokens
 from threefold.data.dataset import TrainingData
@@ -223,7 +223,7 @@ def test_transformers_opens_the_checkpoint_of_a_parallel_run(
     later = {"name": "later", "start_step": 2, "data": {"train": [{"path": "data/later"}]}}
     manifest = replace(source.manifest, recipe=source.manifest.recipe | {"phase": [later]})
     staged = SimpleNamespace(manifest=manifest, path=source.path)
-    assert "data/later (weight 1)" in model_card(staged, "fp32")  # type: ignore[arg-type]
+    assert "data/later (weight 1)" in model_card(staged, "fp32", has_tokenizer=True)  # type: ignore[arg-type]
     settings = json.loads((tmp_path / "generation_config.json").read_text())
     assert settings["eos_token_id"] == theirs.config.eos_token_id == 1
 
@@ -361,6 +361,11 @@ def test_the_exported_tokenizer_begins_texts_as_documents_began(
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "back")
     assert tokenizer("t5")["input_ids"] == ([1, 5] if begins else [5])
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (1, 2)
+    own = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    assert special_tokens(tmp_path / "tokenizer") == own
+    imported = {"bos_token_id": None, "eos_token_id": [7, 8]}
+    expected = own | {"eos_token_id": [7, 8]}
+    assert special_tokens(tmp_path / "tokenizer", imported) == expected
     said = capsys.readouterr().out
     assert ("the exported tokenizer adds none" in said) != begins
     assert ("the exported tokenizer is unchanged" in said) == (starts is None)
@@ -761,6 +766,19 @@ def test_files_that_appear_during_a_conversion_are_not_deleted(tmp_path: Path) -
         out.mkdir()
         (out / "config.json").write_text("of another program")
     assert (out / "config.json").read_text() == "of another program"
+
+
+def test_special_tokens_are_those_of_the_generation_config(tmp_path: Path) -> None:
+    for name, text, expected in (
+        ("config.json", '{"bos_token_id": 1, "eos_token_id": 2}', (1, 2)),
+        ("generation_config.json", '{"bos_token_id": null, "eos_token_id": [3, 4]}', (1, [3, 4])),
+        ("generation_config.json", '{"bos_token_id": "x", "eos_token_id": ["x"]}', (None, None)),
+    ):
+        (tmp_path / name).write_text(text)
+        assert tuple(special_tokens_in(tmp_path).values()) == expected
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(UserError, match=r"_config\.json cannot be read: .*; save the mod"):
+        special_tokens_in(tmp_path)
 
 
 def test_a_damaged_or_missing_source_is_rejected(

@@ -6,6 +6,7 @@ import errno
 import functools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -62,6 +63,7 @@ from threefold.plan.memory.peak import (
     fits,
     fullest_stage,
     host_bytes,
+    memory_of_stage,
     stage_memory,
     state_bytes,
     state_of_stage,
@@ -74,9 +76,10 @@ from threefold.plan.search import (
     SearchResult,
     divisors,
     is_near_tie,
+    layout_variants,
     search,
     simplicity,
-    valid_layouts,
+    valid_sizes,
 )
 from threefold.plan.search import INTERLEAVED_VIRTUAL_STAGES as INTERLEAVED
 from threefold.plan.software import (
@@ -227,7 +230,7 @@ def test_results_do_not_enter_predictions(tmp_path: Path) -> None:
         ({"tp": "32", "dp": "1"}, "heads = 24 over tp = 32 is not modelled"),
         ({"pp": "32", "dp": "1"}, "pp x vpp = 32 is more than layers = 24"),
         ({"pp": "1", "vpp": "5"}, "vpp = 5 needs pp > 1"),
-        ({"gpu": "", "outcome": "rejected"}, "the sweep rejected these settings"),
+        ({"outcome": "rejected", "reason": "odd"}, "the sweep rejected the trial: odd"),
     ],
 )
 def test_an_incomplete_row_is_skipped_with_the_reason(changes: dict[str, str], reason: str) -> None:
@@ -734,13 +737,23 @@ def test_the_options_for_a_layout_select_it() -> None:
         assert planned("gpt/13b", few, *options[1::2])[1].layout == fitting.job.layout
 
 
+def all_layouts(job: Job, rejected: Counter[str]) -> list[PlannedLayout]:
+    """Return all valid layouts of a job, and count rejected sizes by reason."""
+    return [
+        layout
+        for sizes in valid_sizes(job, rejected)
+        for layouts in layout_variants(job, sizes, rejected)
+        for layout in layouts
+    ]
+
+
 def test_a_search_finds_every_layout_of_a_recipe() -> None:
     """By brute force over all sizes, on a small machine."""
     small = ("cluster.nodes=1", "cluster.gpus_per_node=4", "batch.global_sequences=4")
     recipe, job = planned("llama/7b", *small)
     machine = job.machine
     rejected: Counter[str] = Counter()
-    seen = set(valid_layouts(job, rejected))
+    seen = set(all_layouts(job, rejected))
     table = recipe.model_dump(mode="json", exclude_none=True)
     valid = set()
     ways = [
@@ -776,7 +789,7 @@ def test_a_search_finds_every_layout_of_a_recipe() -> None:
         "full",
     }  # selective recomputation would save nothing
     _, written = planned("llama/7b", "cluster.nodes=1", "model.attention_dropout=0.1")
-    assert "selective" in {s.recompute for s in valid_layouts(written, rejected)}
+    assert "selective" in {s.recompute for s in all_layouts(written, rejected)}
 
 
 def test_rejected_layouts_are_counted_by_reason() -> None:
@@ -804,9 +817,6 @@ def test_skipping_layouts_that_cannot_fit_changes_nothing(
     with_skipping = len(computed)
     assert bool(found.plans) == any_fits
     assert (found.nearest is None) == any_fits
-    monkeypatch.setattr(search_module, "SIZES_PER_PART", 4)
-    assert search(job, 3, processes=2) == found
-    assert len(computed) == with_skipping * (1 if any_fits else 2)  # nothing fits: a second search
     computed.clear()
     monkeypatch.setattr(search_module, "state_exceeds", lambda job, limit: False)
     assert search(job, 3) == found
@@ -821,6 +831,34 @@ def test_skipping_layouts_that_cannot_fit_changes_nothing(
     )
     assert search(job, 3) == found
     assert (len(computed) > without_skipping) == any_fits
+
+
+def end_process(first: int, *, finds_nearest: bool) -> None:
+    os._exit(1)
+
+
+@pytest.mark.parametrize(("gpus", "any_fits"), [(8, False), (16, True)])
+def test_several_processes_find_what_one_finds(
+    gpus: int, any_fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, job = planned("llama/13b", "deepspeed=ds_configs/zero1_fp16.json")
+    job = replace(job, machine=Machine.of(load_gpu("V100-32GB"), gpus=gpus))
+    found = search(job, 3)
+    assert bool(found.plans) == any_fits != bool(found.nearest)
+    monkeypatch.setattr(search_module, "SIZES_PER_PART", 4)
+    with mock.patch.object(search_module, "memory_of_stage", side_effect=AssertionError):
+        with pytest.raises(AssertionError):
+            search(job, 3)
+        monkeypatch.setattr(search_module, "_start_worker", unpatched_worker)
+        assert search(job, 3, processes=2) == found
+    monkeypatch.setattr(search_module, "_try_part", end_process)
+    assert search(job, 3, processes=2) == found  # the processes were killed
+
+
+def unpatched_worker(*arguments: Any) -> None:
+    """Start a process of a search in which memory can be computed, unlike in its parent."""
+    search_module.memory_of_stage = memory_of_stage
+    search_module._work = arguments[:3]
 
 
 def test_layouts_that_fit_into_the_host_only_with_recomputation_are_tried_with_it(
@@ -958,7 +996,7 @@ def test_the_command_plans_another_machine_and_writes_a_recipe_for_it(tmp_path: 
     done = run_plan("recipes/llama/7b.toml", "--nodes", "1", "--gpu", "H200", "--write", str(file))
     assert "8 x H200 on 1 node" in done.stdout and file.exists()
     recipe = load_recipe(file)
-    about = "# The comments below are those of recipes/llama/7b.toml and may describe its values.\n"
+    about = "# The comments below are those of recipes/llama/7b.toml, whose values may differ.\n"
     assert about in file.read_text("utf-8")
     assert (recipe.cluster.nodes, recipe.cluster.gpu, recipe.name) == (1, "H200", "llama-7b")
     again = json.loads(run_plan(str(file), "--json").stdout)

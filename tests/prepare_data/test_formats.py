@@ -184,7 +184,7 @@ def test_a_bad_row_is_named(name: str, tmp_path: Path) -> None:
 def test_utf_16_is_never_skipped_row_by_row(encoding: str, tmp_path: Path) -> None:
     file = tmp_path / "wide.txt"
     file.write_bytes(("\ufeff" + "\n".join(TEXTS)).encode(encoding))
-    with pytest.raises(UserError, match=r"wide.txt is in UTF-16; convert it, .*iconv -f UTF-16"):
+    with pytest.raises(UserError, match=r"wide.txt is in UTF-16, and .*iconv -f UTF-16"):
         texts(opened(file), 10**6, skip=frozenset({"utf-8"}))
 
 
@@ -515,7 +515,7 @@ def test_user_files_with_our_names_are_read(
     )
 
 
-def test_a_file_beside_its_compressed_copy_is_reported(
+def test_a_file_next_to_its_compressed_copy_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("a", "b"):
@@ -527,8 +527,8 @@ def test_a_file_beside_its_compressed_copy_is_reported(
         (tmp_path / f"{name}.jsonl.gz").write_bytes(packed)
     find_files(str(tmp_path))
     assert (
-        f"warning: {tmp_path}/a.jsonl and a.jsonl.gz are both read (and 1 more pair); if they have "
-        f"the same documents, remove one of them\n" in capsys.readouterr().out
+        f"warning: {tmp_path}/a.jsonl and its compressed copy a.jsonl.gz are both read (and 1 more "
+        f"pair); if they have the same documents, delete one of them" in capsys.readouterr().out
     )
 
 

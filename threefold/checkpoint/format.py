@@ -251,7 +251,7 @@ class Manifest:
         parent: the checkpoint of another run at which the run began, if there is one
         validation_loss: mean loss of the validation sets at the save, if the run has just
             validated; in nats per token
-        special_tokens: of imported weights, the ids of the tokens that begin and end a text
+        special_tokens: bos_token_id and eos_token_id of imported weights; the latter may be a list
     """
 
     step: Number
@@ -269,7 +269,7 @@ class Manifest:
     read_parts: list[list[Number]] | None = None
     parent: dict[str, Any] | None = None
     validation_loss: float | None = None
-    special_tokens: dict[str, Any] | None = None
+    special_tokens: dict[str, int | list[int] | None] | None = None
 
     @property
     def progress(self) -> Progress:

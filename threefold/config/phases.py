@@ -567,7 +567,7 @@ def _check_phase(recipe: Recipe, segment: Segment, phase: PhaseTable) -> None:
         (*ramp, _) = batches(phase.table["batch"], 1, None)
         end = ramp[-1][1] or 0
         if end >= segment.last:
-            later = f"let the phase begin with step {end + 2} or later, or "
+            later = f"begin the phase at step {end + 2} or later, or "
             raise UserError(
                 f"batch.ramp ends with step {end}, and phase.{recipe.phase[0].name} begins with "
                 f"step {segment.last + 1}, but a step with the full batch must come in between; "

@@ -460,8 +460,8 @@ class Phase(Section):
         if (self.start_step is None) == (self.start_tokens is None):
             given = "neither" if self.start_step is None else "both"
             raise UserError(
-                f"{self.key} has {given} of start_step and start_tokens; use one of them; for "
-                f"example, start_step = 2 begins the phase with the second step"
+                f"{self.key} has {given} of start_step and start_tokens; use one of them, "
+                f"for example start_step = 2 to begin the phase at step 2"
             )
         for section, keys in CHANGEABLE.items():
             for key in getattr(self, section):

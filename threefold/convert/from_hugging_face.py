@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 
 from models.config import ModelConfig, Prediction
 from models.errors import UserError, a_few, counted, reason_of, why_no_folder
@@ -173,18 +173,30 @@ def read_config(folder: Path) -> tuple[ModelConfig, Family]:
 
 
 def special_tokens_in(folder: Path) -> dict[str, Any]:
-    """Return the ids of the tokens that begin and end a text, from a folder's configs.
+    """Return the BOS and EOS ids of a model folder; several EOS ids are a list.
 
-    Several tokens may end a text; their ids are a list.
+    generation_config.json has precedence over config.json, which `read_config` has checked.
+
+    Raises:
+        UserError: generation_config.json cannot be read.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False).to_dict()
-    generation = {}
-    if (folder / "generation_config.json").is_file():
-        generation = GenerationConfig.from_pretrained(folder).to_dict()
-    return {
-        name: config.get(name) if generation.get(name) is None else generation[name]
-        for name in ("bos_token_id", "eos_token_id")
-    }
+    ids = json.loads((folder / "config.json").read_bytes())
+    file = folder / "generation_config.json"
+    if file.is_file():
+        try:
+            generation = json.loads(file.read_bytes())
+            ids |= {name: value for name, value in generation.items() if value is not None}
+        except (ValueError, RecursionError, AttributeError) as error:
+            raise UserError(
+                f"{file} cannot be read: {reason_of(error)}; save the model again with "
+                f"save_pretrained"
+            ) from None
+    tokens = {name: ids.get(name) for name in ("bos_token_id", "eos_token_id")}
+    return {name: value if _are_ids(value) else None for name, value in tokens.items()}
+
+
+def _are_ids(value: Any) -> bool:
+    return all(isinstance(each, int) for each in (value if isinstance(value, list) else [value]))
 
 
 def imported_config(theirs: dict[str, Any]) -> ModelConfig:
@@ -253,6 +265,7 @@ def import_model(folder: Path, output: Path) -> ModelConfig:
         UserError: The tensors do not match the config.
     """
     (model, family), theirs = read_config(folder), TheirFiles(folder)
+    special_tokens = special_tokens_in(folder)
     if depth := _prediction_depth(model, family, theirs):
         model = replace(model, prediction=Prediction(depth=depth))
     if model.tie_embeddings and _has_own_head(counterparts(model, family), theirs):
@@ -294,6 +307,6 @@ def import_model(folder: Path, output: Path) -> ModelConfig:
         versions=versions(),
         tensors=tensors,
         files=files,
-        special_tokens=special_tokens_in(folder),
+        special_tokens=special_tokens,
     ).write(output)
     return model

@@ -236,13 +236,13 @@ def special_tokens(
     transformers does not train the embedding of a padding token.
 
     Args:
-        imported: `special_tokens` of the manifest, which a tokenizer replaces
+        imported: `special_tokens` of the manifest, which have precedence over the tokenizer's
     """
-    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    if tokenizer is None:
-        return ids | (imported or {})
-    loaded = load_tokenizer(tokenizer, f"--tokenizer {tokenizer}")
-    return ids | {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
+    ids: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if tokenizer is not None:
+        loaded = load_tokenizer(tokenizer, f"--tokenizer {tokenizer}")
+        ids |= {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
+    return ids | {name: of for name, of in (imported or {}).items() if of is not None}
 
 
 def write_weights(
@@ -313,7 +313,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def model_card(
-    source: CheckpointReader, dtype: str, *, averaged: bool = False, has_tokenizer: bool = True
+    source: CheckpointReader, dtype: str, *, averaged: bool = False, has_tokenizer: bool
 ) -> str:
     """Return the README.md of the exported model: its architecture and its training."""
     manifest, model = source.manifest, model_of(source)

@@ -210,7 +210,7 @@ def write_recipe(
         heading += f", without the comments of {name}."
         text = best.toml()
     else:
-        heading += f".\n# The comments below are those of {name} and may describe its values."
+        heading += f".\n# The comments below are those of {name}, whose values may differ."
     try:
         with path.open("x", encoding="utf-8") as file:
             file.write(f"{heading}\n\n{text}")

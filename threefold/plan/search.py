@@ -7,10 +7,12 @@ import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from heapq import nsmallest
-from itertools import chain, product
+from itertools import product
 from math import gcd
 from multiprocessing import get_context
 from pathlib import Path
@@ -45,10 +47,10 @@ from threefold.plan.time.step import StepTime, step_time
 MAX_MICRO_SEQUENCES = 64
 MIN_TOKENS_PER_CONTEXT_RANK = 2048  # fewer make matmuls inefficient
 RECOMPUTE_INTERVALS = (1, 2, 4)  # with full recomputation
-SIZES_PER_PART = 32  # that a process tries at a time, in about half a second
-PR_SET_PDEATHSIG = 1  # of prctl(2): kill this process when its parent ends
-MAX_PROCESSES = 16  # of a search; a login node has other users
 INTERLEAVED_VIRTUAL_STAGES = (2, 4, 8)  # virtual stages per pipeline stage
+SIZES_PER_PART = 32  # sizes that a process tries at a time, which takes about half a second
+MAX_SEARCH_PROCESSES = 16  # a login node has other users
+PR_SET_PDEATHSIG = 1  # of prctl(2): kill this process when its parent ends
 # The Ultra-Scale Playbook recommends filling 85 to 90 % of the memory. Predictions are off by a few
 # per cent, and the allocator needs room.
 DEFAULT_HEADROOM = 0.08
@@ -103,8 +105,8 @@ def search(
 
     Args:
         problem_of: returns why another step of the run rejects a layout; empty if none does
-        processes: maximum number of processes that divide a long search. They are forked, so a
-            caller with threads must not ask for more than one.
+        processes: maximum number of processes for a long search. They are forked; pass 1 if this
+            process has threads.
 
     This is the procedure of the Ultra-Scale Playbook (Hugging Face 2025: fit a step in memory,
     reach the global batch, maximise throughput), with predictions instead of runs. Recomputation
@@ -121,7 +123,7 @@ def search(
         ]
         result.tried += part.tried
         result.rejected += part.rejected
-        if part.nearest and (result.nearest is None or part.nearest[1] < result.nearest[1]):
+        if part.nearest and part.excess < (result.nearest[1] if result.nearest else math.inf):
             result.nearest = part.nearest
     if fitting:
         result.nearest = None
@@ -134,36 +136,109 @@ def search(
 
 @dataclass
 class TriedLayouts:
-    """The outcome of a part of a search; the attributes without a comment are as in SearchResult.
+    """Layouts that a search has tried; `tried`, `rejected` and `nearest` are as in SearchResult.
 
     Attributes:
+        limit: bytes on a GPU that a layout may need
+        finds_nearest: find `nearest`, which is slower until a layout fits
         fitting: the layouts that fit, in the order in which they were tried
     """
 
+    limit: float
+    finds_nearest: bool = True
     fitting: list[tuple[PlannedLayout, StageMemory, StepTime]] = field(default_factory=list)
     tried: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     nearest: tuple[PlannedLayout, float] | None = None
 
+    @property
+    def needs_nearest(self) -> bool:
+        """True if the layout that exceeds the limit least is to be found, as none fits so far."""
+        return self.finds_nearest and not self.fitting
+
+    @property
+    def excess(self) -> float:
+        """GiB by which `nearest` exceeds the limit; infinite without it."""
+        return self.nearest[1] if self.nearest else math.inf
+
+    @property
+    def state_limit(self) -> float:
+        """Bytes of state that rule out a layout: it cannot fit, and exceeds more than `nearest`."""
+        return self.limit + (self.excess * GIB if self.needs_nearest else 0.0)
+
+    def try_sizes(self, job: Job, sizes: Sequence[PlannedLayout]) -> None:
+        """Try all layouts of some sizes."""
+        for each in sizes:
+            for layouts in layout_variants(job, each, self.rejected):
+                self._try_recomputations(job, layouts)
+
+    def _try_recomputations(self, job: Job, layouts: Sequence[PlannedLayout]) -> None:
+        """Try layouts that differ only in recomputation, from none to full, until one fits."""
+        self.tried += len(layouts)
+        hopeless = False  # the layout does not even fit with full recomputation
+        recomputed: tuple[Job, StageMemory] | None = None
+        for layout in layouts:
+            candidate = job.with_layout(layout)
+            if host_bytes(candidate) > job.machine.gpu.node_memory_gib * GIB:
+                self.rejected[TOO_LARGE_FOR_HOST] += 1
+                continue
+            if layout.recompute == "none":
+                hopeless = state_exceeds(candidate, self.state_limit)
+            if not hopeless:
+                if layout.recompute != "full":
+                    memory = memory_within(candidate, self.limit)
+                else:
+                    candidate, memory = recomputed or with_full_recomputation(
+                        candidate, self.limit, least=self.needs_nearest
+                    )
+                if memory.total <= self.limit:
+                    self.fitting.append((candidate.layout, memory, step_time(candidate)))
+                    return
+                if layout.recompute == "none":
+                    recomputed = with_full_recomputation(
+                        candidate, self.limit, least=self.needs_nearest
+                    )
+                    hopeless = recomputed[1].total > self.limit
+                    self._note_excess(*recomputed)
+            self.rejected[TOO_LARGE_FOR_GPU] += 1
+
+    def _note_excess(self, job: Job, memory: StageMemory) -> None:
+        excess = (memory.total - self.limit) / GIB
+        if self.needs_nearest and 0 < excess < self.excess:
+            self.nearest = job.layout, excess
+
 
 def try_in_parts(
     job: Job, sizes: Sequence[PlannedLayout], limit: float, processes: int
 ) -> list[TriedLayouts]:
-    """Try all layouts of the sizes, and return the outcomes in the order of the sizes."""
+    """Try all layouts of the given sizes, in several processes if there are many sizes.
+
+    The processes first look only for layouts that fit. If none does, a second pass finds the layout
+    that exceeds the memory least.
+
+    Returns:
+        The outcomes, in the order of the sizes.
+    """
     firsts = range(0, len(sizes), SIZES_PER_PART)
-    processes = min(processes, MAX_PROCESSES, len(firsts) // 2)
-    parts: list[TriedLayouts] = []
+    processes = min(processes, MAX_SEARCH_PROCESSES, len(firsts) // 2)  # two parts each, or more
     if processes > 1:
-        with ProcessPoolExecutor(
-            processes,
-            mp_context=get_context("fork"),  # needs no imports; the search has no threads
-            initializer=_start_worker,
-            initargs=(job, sizes, limit, os.getpid()),
-        ) as pool:
-            parts = list(pool.map(_try_part, firsts))
-    if not any(part.fitting for part in parts):
-        return [try_layouts(job, sizes, limit)]
-    return parts
+        with (
+            suppress(BrokenProcessPool),  # a process was killed
+            ProcessPoolExecutor(
+                processes,
+                # A forked process has all imports. Forking is safe, as the search has no threads.
+                mp_context=get_context("fork"),
+                initializer=_start_worker,
+                initargs=(job, sizes, limit, os.getpid()),
+            ) as pool,
+        ):
+            for finds_nearest in (False, True):
+                parts = list(pool.map(partial(_try_part, finds_nearest=finds_nearest), firsts))
+                if finds_nearest or any(part.fitting for part in parts):
+                    return parts
+    whole = TriedLayouts(limit)
+    whole.try_sizes(job, sizes)
+    return [whole]
 
 
 _work: tuple[Job, Sequence[PlannedLayout], float]  # of a process of `try_in_parts`
@@ -172,75 +247,18 @@ _work: tuple[Job, Sequence[PlannedLayout], float]  # of a process of `try_in_par
 def _start_worker(job: Job, sizes: Sequence[PlannedLayout], limit: float, parent: int) -> None:
     global _work
     _work = job, sizes, limit
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its processes
+    # Ctrl-C reaches all processes of the command; only the parent handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the call of prctl
+    if os.getppid() != parent:  # the parent ended before prctl was called
         os._exit(0)
 
 
-def _try_part(first: int) -> TriedLayouts:
+def _try_part(first: int, *, finds_nearest: bool) -> TriedLayouts:
     job, sizes, limit = _work
-    return try_layouts(job, sizes[first : first + SIZES_PER_PART], limit, finds_nearest=False)
-
-
-def try_layouts(
-    job: Job, sizes: Sequence[PlannedLayout], limit: float, *, finds_nearest: bool = True
-) -> TriedLayouts:
-    """Try all layouts of the sizes.
-
-    Args:
-        limit: bytes on a GPU that a layout may need
-        finds_nearest: find `nearest`, which takes longer until a layout fits
-    """
-    result = TriedLayouts()
-    # Of the sizes and settings of a layout: they fit with less recomputation; they do not even fit
-    # with full recomputation; the job and its memory with full recomputation, if already known.
-    fits = hopeless = False
-    recomputed: tuple[Job, StageMemory] | None = None
-    # Layouts whose state exceeds this are skipped: they cannot fit, and need more than
-    # `result.nearest`.
-    state_limit = math.inf if finds_nearest else limit
-    for layout in chain.from_iterable(
-        layout_variants(job, each, result.rejected) for each in sizes
-    ):
-        result.tried += 1
-        candidate = job.with_layout(layout)
-        if layout.recompute == "none":
-            fits = hopeless = False
-            recomputed = None
-        if host_bytes(candidate) > job.machine.gpu.node_memory_gib * GIB:
-            result.rejected[TOO_LARGE_FOR_HOST] += 1
-            continue
-        if layout.recompute == "none" and state_exceeds(candidate, state_limit):
-            hopeless = True
-        elif layout.recompute == "none":
-            memory = memory_within(candidate, limit)
-            fits = memory.total <= limit
-            if not fits:
-                least = finds_nearest and not result.fitting
-                recomputed = with_full_recomputation(candidate, limit, least=least)
-                hopeless = recomputed[1].total > limit
-                excess = (recomputed[1].total - limit) / GIB
-                nearest = result.nearest[1] if result.nearest else math.inf
-                if hopeless and least and excess < nearest:
-                    result.nearest = recomputed[0].layout, excess
-                    state_limit = recomputed[1].total
-        elif fits:
-            continue
-        elif not hopeless:
-            if layout.recompute == "full":
-                candidate, memory = recomputed or with_full_recomputation(
-                    candidate, limit, least=False
-                )
-            else:
-                memory = memory_within(candidate, limit)
-            fits = memory.total <= limit
-        if fits:
-            result.fitting.append((candidate.layout, memory, step_time(candidate)))
-            state_limit, result.nearest = limit, None
-        else:
-            result.rejected[TOO_LARGE_FOR_GPU] += 1
-    return result
+    part = TriedLayouts(limit, finds_nearest)
+    part.try_sizes(job, sizes[first : first + SIZES_PER_PART])
+    return part
 
 
 def choose_valid_plans(
@@ -345,14 +363,8 @@ def memory_within(job: Job, limit: float) -> StageMemory:
     return memory if memory.total > limit else fullest_stage(job, first=memory)
 
 
-def valid_layouts(job: Job, rejected: Counter[str]) -> Iterator[PlannedLayout]:
-    """Yield all valid layouts of a job on its machine, and count rejected ones by reason."""
-    for sizes in valid_sizes(job, rejected):
-        yield from layout_variants(job, sizes, rejected)
-
-
 def valid_sizes(job: Job, rejected: Counter[str]) -> Iterator[PlannedLayout]:
-    """Yield all valid sizes of the axes and the micro-batch; count rejected sizes by reason."""
+    """Yield all valid combinations of axes and micro-batch, and count rejected sizes by reason."""
     gpus, sequences = job.machine.gpus, job.global_sequences
     for tensor in divisors(gpus):
         if reason := tensor_rejection(job, tensor):
@@ -452,13 +464,11 @@ def tensor_rejection(job: Job, tensor: int) -> str:
 
 def layout_variants(
     job: Job, sizes: PlannedLayout, rejected: Counter[str]
-) -> Iterator[PlannedLayout]:
-    """Yield layouts of these sizes with every other setting.
+) -> Iterator[list[PlannedLayout]]:
+    """Yield the layouts of these sizes with each schedule, ZeRO stage and sequence parallelism.
 
-    The other settings are schedule, ZeRO stage, sequence parallelism and recomputation.
-
-    Recomputation is the innermost loop, from none to full, as `search` expects. Selective
-    recomputation is included only if attention scores are written; otherwise it saves nothing.
+    Those of a list differ only in recomputation, from none to full. Selective recomputation is
+    included only if attention scores are written; otherwise it saves nothing.
     """
     micro_batches = job.with_layout(sizes).micro_batches
     schedules = []
@@ -486,17 +496,17 @@ def layout_variants(
     for (schedule, virtual_stages, overlap), (stage, group), split in product(
         variants, sharded, splits
     ):
-        for recompute in recomputations:
-            settings = {
-                "schedule": schedule,
-                "virtual_stages": virtual_stages,
-                "expert_overlap": overlap,
-                "zero_stage": stage,
-                "dp_shard": group,
-                "sequence_parallel": split,
-                "recompute": recompute,
-            }
-            yield PlannedLayout(**(vars(sizes) | settings))  # faster than `replace`
+        settings = vars(sizes) | {
+            "schedule": schedule,
+            "virtual_stages": virtual_stages,
+            "expert_overlap": overlap,
+            "zero_stage": stage,
+            "dp_shard": group,
+            "sequence_parallel": split,
+        }
+        yield [  # faster than `replace`
+            PlannedLayout(**(settings | {"recompute": kind})) for kind in recomputations
+        ]
 
 
 def overlaps(job: Job, sizes: PlannedLayout, schedule: str, virtual_stages: int) -> list[bool]:

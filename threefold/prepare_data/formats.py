@@ -151,8 +151,8 @@ class TextLines(Format):
         """Yield the lines that begin in the piece.
 
         Raises:
-            UserError: A line is too long, or does not fit into memory. Or the file is in UTF-16, of
-                which all lines but the first may be valid UTF-8.
+            UserError: A line is too long or does not fit into memory, or the file is in UTF-16. Its
+                lines after the first may be valid UTF-8, so `--skip utf-8` would not skip them.
         """
         with open_bytes(self.file) as stream:
             position = piece.start
@@ -166,8 +166,8 @@ class TextLines(Format):
                         return
                     if not position and line.startswith(UTF16_MARKS):
                         raise UserError(
-                            f"{self.file} is in UTF-16; convert it, for example with iconv -f "
-                            f"UTF-16 -t UTF-8"
+                            f"{self.file} is in UTF-16, and only UTF-8 is supported; convert it, "
+                            f"for example with iconv -f UTF-16 -t UTF-8 {self.file} > NEW_FILE"
                         )
                     if len(line) > MAX_LINE_BYTES:
                         raise self._too_long(

@@ -242,13 +242,15 @@ def find_files(name: str, option: str = "--source") -> list[Path]:
     files, left_out = sort_out(sorted(once.values()))
     for reason, others in left_out.items():
         print(f"skipped {count_of(others)} ({reason}), such as {others[0]}")
-    plain = set(files)
-    twice = [file for file in files if file.suffix in COMPRESSED and file.with_suffix("") in plain]
-    if twice:
-        more = f" (and {counted(len(twice) - 1, 'more pair')})" if twice[1:] else ""
+    paths = set(files)
+    copies = [file for file in files if file.suffix in COMPRESSED and file.with_suffix("") in paths]
+    if copies:
+        first, *others = copies
+        more = f" (and {counted(len(others), 'more pair')})" if others else ""
         print(
-            f"warning: {twice[0].with_suffix('')} and {twice[0].name} are both read{more}; if they "
-            f"have the same documents, remove one of them"
+            f"warning: {first.with_suffix('')} and its compressed copy {first.name} are both "
+            f"read{more}; if they have the same documents, delete one of them, or use a pattern "
+            f"that only one matches"
         )
     if not found:
         folder = path.parent

@@ -456,7 +456,7 @@ FIRST_STEP = "first step"  # part of a start-up that metrics.jsonl also counts a
 
 
 class WallTime:
-    """The wall time of a run since its first start, by cause; times in seconds.
+    """The wall time of a run since the beginning of its first start-up, by cause; in seconds.
 
     Args:
         events: all events of the run, oldest first
@@ -475,8 +475,8 @@ class WallTime:
         self.paused = 0.0
         self._ended: float | None = None  # time of an orderly end, until the next start
         self._gap = 0.0  # between an orderly end and the end of the start-up that followed it
-        # `began` is the end of the first start-up, not its beginning. False after an attempt too,
-        # once its start has been noted.
+        # The first event was written at the end of the first start-up, so `began` is too late by
+        # its duration.
         self._began_late = False
         for event in events:
             self._note(event)
@@ -531,8 +531,8 @@ class WallTime:
     def _note(self, event: dict[str, Any]) -> None:
         kind, time = event.get("event"), event.get("time")
         if kind in ("attempt", "start", "resume"):
-            self._began_late = self.began is None
-            if self._began_late:
+            self._began_late = self.began is None and kind != "attempt"
+            if self.began is None:
                 self.began = _number(time) or None
             self._note_start(event)
         if kind in ("start", "resume"):

@@ -214,7 +214,8 @@ def recipes_of(
 ) -> Iterator[Recipe]:
     """Yield the recipes of a combination's first phase, one for each layout to measure.
 
-    Layout keys that the settings name keep their values; the planner chooses the other keys.
+    Layout keys that the settings name keep their values; the planner chooses the other keys. If no
+    planned layout has these values, the recipe's own layout is yielded.
 
     Raises:
         UserError: the combination is not valid.
@@ -231,8 +232,9 @@ def recipes_of(
     named = [override.partition("=")[0].strip() for override in combination.overrides]
     plans = [plan for plan in result.plans if agrees(recipe, plan, named)]
     if result.plans and not plans:
-        # The recipe's own layout has them: it is not valid, does not fit, or is of a kind that the
-        # search does not try, such as GPipe.
+        # The recipe's own layout has the values of --set. Trying it tells why the planner has no
+        # such layout: it is not valid, does not fit, or is of a kind that the planner does not try,
+        # such as GPipe.
         yield recipe
         return
     top = ALL if layouts == "all" else top

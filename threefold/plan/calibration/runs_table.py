@@ -623,6 +623,7 @@ COLUMNS = {
     "intra_gbps_unidir", "inter_gbps_per_gpu", "attention_kernel", "vpp", "cp", "dp", "ep", "etp",
     "ep_overlap", "cp_kind", "schedule", "layers_per_stage", "fsdp", "zero_stage", "seq_parallel",
     "recompute", "recompute_interval", "oom", "mem_kind", "round_times_s", "usable_for_time",
+    "outcome", "reason",
 }  # fmt: skip
 # Columns of published tables that resemble these but are ignored.
 UNREAD_COLUMNS = {"peak_tflops", "hfu_pct"}
@@ -766,7 +767,7 @@ def read_row(cells: dict[str, str]) -> MeasuredRow:
     )
     try:
         if reader.cell("outcome") == "rejected":
-            raise UserError("the sweep rejected these settings")
+            raise UserError(f"the sweep rejected the trial: {reader.cell('reason')}")
         job = reader.job()
         for name in MEASUREMENTS:
             stated = reader.cell(name)
