@@ -1071,6 +1071,10 @@ def test_a_text_that_ends_at_once_is_reported(exported: Path, tmp_path: Path) ->
     words = [model, "--prompt", "t5 t9", "--temperature", 0, "--max-tokens", 12]
     done = run_here(generate.main, *words)
     assert (done.returncode, done.stderr) == (0, "the model ended the text after 1 of 12 tokens\n")
+    positions = AutoConfig.from_pretrained(exported).max_position_embeddings
+    done = run_here(generate.main, exported, *words[1:-1], 1000)
+    reached = f"the text reached the {positions} positions of the model after {positions - 2} of"
+    assert (done.returncode, done.stderr) == (0, f"{reached} 1000 tokens\n")
 
 
 def test_a_prompt_that_is_not_utf_8_is_rejected(

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from models.errors import UserError
 from tests.conftest import in_turn_or_exhaustive, shipped_recipes
 from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
@@ -365,3 +366,11 @@ def test_the_formula_agrees_with_a_trace_of_every_recipe(path: Path) -> None:
     memory = stage_memory(job)
     fullest = max(range(len(memory)), key=lambda stage: memory[stage].total)
     assert abs(difference(recipe, job, fullest)) < TOLERANCE
+
+
+def test_a_layout_that_does_not_fit_is_named_before_its_rank() -> None:
+    four_stages = load_recipe(DEFAULT_RECIPE, ["layout.pipeline=4"])
+    with pytest.raises(UserError, match="needs a multiple of 4 ranks, not 2"):
+        trace(four_stages, 2, 2, 3)
+    with pytest.raises(UserError, match=r"rank 4 is not in 0 \.\. 3; use 0"):
+        trace(four_stages, 4, 4, 4)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -340,6 +341,9 @@ def test_halving_gives_the_leaders_more_steps(sweep: Sweep) -> None:
         left, each = kept, 2 * each
     expected += [each] * left
     assert sorted(steps) == sorted(expected)
+    listed = re.findall(r"^ *\d+\. +([\d.]+) s in (\d+) steps ", done.stdout, re.MULTILINE)
+    ranks = [(-int(steps), float(seconds)) for seconds, steps in listed]
+    assert len(ranks) > 2 and ranks == sorted(ranks) and ranks[0][0] == -max(steps)
     leaders = sorted(rows, key=lambda row: -int(row["steps"]))[:2]
     times = sorted(float(row["step_time_s"]) for row in rows)
     assert sorted(float(row["step_time_s"]) for row in leaders) == times[:2]

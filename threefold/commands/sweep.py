@@ -183,8 +183,12 @@ def measure_links(options: argparse.Namespace) -> int:
         options.name, nodes=options.nodes, gpus_per_node=options.gpus_per_node, gpu=options.gpu,
         seconds=options.seconds_per_trial,
     )  # fmt: skip
-    with stdout_for_json(options.json):
-        measured, gpu = measurement.run(launcher_of(options))
+    try:
+        with stdout_for_json(options.json):
+            measured, gpu = measurement.run(launcher_of(options))
+    except SystemExit:  # raised by the signal handler of `main`
+        print("sweep.py: interrupted; no datasheet has been written", file=sys.stderr)
+        raise
     if options.json:
         print(json.dumps(report_table(measured, gpu, measurement.kind, measurement.file)))
     else:

@@ -120,6 +120,12 @@ class TextGenerator:
         count = written.shape[1] - length
         if not self.chats and count <= FEW_TOKENS < limit:
             print(f"the model ended the text after {count} of {limit} tokens", file=sys.stderr)
+        if count == room < self.sampling.max_tokens:
+            print(
+                f"the text reached the {length + count} positions of the model after {count} of "
+                f"{self.sampling.max_tokens} tokens",
+                file=sys.stderr,
+            )
         if self.chats:
             answer = self.tokenizer.decode(written[0, length:], skip_special_tokens=True)
             self.messages.append({"role": "assistant", "content": answer})

@@ -122,12 +122,15 @@ def summary_lines(results: Sequence[tuple[Trial, Result]], choice: Choice) -> It
     splits = {trial.key: result.split for trial, result in results}
     for (source, ranks), group in competitors(results).items():
         yield f"Fastest layouts of {source} on {ranks} ranks:"
-        fastest = sorted(group, key=first)[:MAX_BEST]
+        # With successive halving, a layout was slower than those with more steps.
+        fastest = sorted(group, key=lambda timed: (-timed[1].steps, timed[0]))[:MAX_BEST]
+        halved = len({trial.steps for _, trial in fastest}) > 1
         for rank, (seconds, trial) in enumerate(fastest, start=1):
             error = trial.planned_seconds / seconds - 1
+            steps = f" in {trial.steps} steps" if halved else ""
             yield (
-                f"{rank:3}. {seconds:9.4f} s (plan {trial.planned_seconds:.4f}, {error:+.0%})  "
-                f"{layout_line(trial.job.layout)}"
+                f"{rank:3}. {seconds:9.4f} s{steps} (plan {trial.planned_seconds:.4f}, "
+                f"{error:+.0%})  {layout_line(trial.job.layout)}"
             )
         _, best = fastest[0]
         if (split := splits[best.key]) is not None:
@@ -227,11 +230,6 @@ def split_lines(trial: Trial, split: Split) -> Iterator[str]:
     for title, parts in (("measured", split.parts), ("planned", planned)):
         cells = [f"{parts[name]:11.4f}" if name in parts else f"{'-':>11}" for name in names]
         yield f"{title:11}" + "".join(cells) + f"{sum(parts.values()):11.4f}"
-
-
-def first(pair: tuple[float, Trial]) -> float:
-    """Return the seconds of a pair."""
-    return pair[0]
 
 
 def outcomes(results: Iterable[tuple[Trial, Result]], choice: Choice) -> dict[str, int]:

@@ -454,11 +454,11 @@ def trace(recipe: Recipe, world_size: int, gpus_per_node: int, rank: int) -> Tra
     Raises:
         UserError: the layout does not fit the world size, or the rank is not in it.
     """
-    if not 0 <= rank < world_size:
-        raise UserError(f"rank {rank} is not in 0 .. {world_size - 1}; use 0")
     dims = recipe.parallel_dims(
         LaunchEnvironment(rank=rank, size=world_size, local_size=gpus_per_node)
     )
+    if not 0 <= rank < world_size:
+        raise UserError(f"rank {rank} is not in 0 .. {world_size - 1}; use 0")
     compiled = recipe.training.compile is not False
     with one_rank_of(world_size, rank), fake_tensors(), kernels_of_a_gpu(compiled):
         return measure(recipe, dims, rank, at_most=enough_micro_batches(recipe, dims, rank))
