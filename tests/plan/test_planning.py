@@ -112,6 +112,12 @@ def planned(name: str, *overrides: str) -> tuple[Recipe, Job]:
     return recipe, job_of(recipe, Machine.of_cluster(recipe.cluster))
 
 
+def job_on_v100s(gpus: int) -> Job:
+    """Return a job of Llama 13B, which fits on 16 of these GPUs, but not on 8."""
+    _, job = planned("llama/13b", "deepspeed=ds_configs/zero1_fp16.json")
+    return replace(job, machine=Machine.of(load_gpu("V100-32GB"), gpus=gpus))
+
+
 def with_layout(job: Job, **sizes: object) -> Job:
     """Return a job in another layout, with the remaining GPUs as data-parallel replicas."""
     layout = replace(job.layout, **sizes)
@@ -806,8 +812,7 @@ def test_rejected_layouts_are_counted_by_reason() -> None:
 def test_skipping_layouts_that_cannot_fit_changes_nothing(
     gpus: int, any_fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, job = planned("llama/13b", "deepspeed=ds_configs/zero1_fp16.json")
-    job = replace(job, machine=Machine.of(load_gpu("V100-32GB"), gpus=gpus))
+    job = job_on_v100s(gpus)
     computed = []
     memory_of = search_module.memory_of_stage
     monkeypatch.setattr(
@@ -841,8 +846,7 @@ def end_process(first: int, *, finds_nearest: bool) -> None:
 def test_several_processes_find_what_one_finds(
     gpus: int, any_fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, job = planned("llama/13b", "deepspeed=ds_configs/zero1_fp16.json")
-    job = replace(job, machine=Machine.of(load_gpu("V100-32GB"), gpus=gpus))
+    job = job_on_v100s(gpus)
     found = search(job, 3)
     assert bool(found.plans) == any_fits != bool(found.nearest)
     monkeypatch.setattr(search_module, "SIZES_PER_PART", 4)
@@ -864,8 +868,7 @@ def unpatched_worker(*arguments: Any) -> None:
 def test_layouts_that_fit_into_the_host_only_with_recomputation_are_tried_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    _, job = planned("llama/13b", "deepspeed=ds_configs/zero1_fp16.json")
-    job = replace(job, machine=Machine.of(load_gpu("V100-32GB"), gpus=16))
+    job = job_on_v100s(16)
     monkeypatch.setattr(
         search_module,
         "host_bytes",

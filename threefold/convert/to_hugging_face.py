@@ -242,7 +242,8 @@ def special_tokens(
     if tokenizer is not None:
         loaded = load_tokenizer(tokenizer, f"--tokenizer {tokenizer}")
         ids |= {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
-    return ids | {name: of for name, of in (imported or {}).items() if of is not None}
+    known = {name: token for name, token in (imported or {}).items() if token is not None}
+    return ids | known
 
 
 def write_weights(

@@ -117,16 +117,15 @@ def search(
     limit = job.machine.gpu.memory_gib * GIB * (1 - headroom)
     sizes = list(valid_sizes(job, result.rejected))
     fitting: list[Plan] = []
-    for part in try_in_parts(job, sizes, limit, processes):
+    parts = try_in_parts(job, sizes, limit, processes)
+    for part in parts:
         fitting += [
             Plan(job.with_layout(layout), memory, time) for layout, memory, time in part.fitting
         ]
         result.tried += part.tried
         result.rejected += part.rejected
-        if part.nearest and part.excess < (result.nearest[1] if result.nearest else math.inf):
-            result.nearest = part.nearest
-    if fitting:
-        result.nearest = None
+    if not fitting:
+        result.nearest = min(parts, key=lambda part: part.excess).nearest
     if problem_of:
         choose_valid_plans(result, fitting, top, problem_of)
     else:
