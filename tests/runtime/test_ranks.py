@@ -2,11 +2,14 @@
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.ranks import run_ranks
+from threefold.config.sections import REPOSITORY
 from threefold.runtime.ranks import RankFailed, log_tails, start_interpreters
 
 
@@ -46,3 +49,25 @@ def test_a_rank_that_fails_ends_the_wait_for_the_others(tmp_path: Path) -> None:
     ranks.stop()
     assert ranks.ended() == {"rank 0": -signal.SIGKILL, "rank 1": 1}
     assert log_tails(sorted(tmp_path.iterdir())) == "rank1:\nno data"
+
+
+INTERRUPTED = """
+import sys
+from pathlib import Path
+from threefold.runtime.ranks import ForkedRanks
+folder = sys.argv[1]
+ForkedRanks(1, print, logs=Path(folder), preload=["slow"], variables={"PYTHONPATH": folder})
+"""
+SLOW_IMPORT = """
+import os, signal, time
+os.kill(os.getppid(), signal.SIGINT)
+time.sleep(300)
+"""
+
+
+def test_the_fork_server_of_an_interrupted_command_ends_during_its_imports(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(SLOW_IMPORT)
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path)]
+    # This returns once no process holds the pipe of the output.
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert ended.stderr.endswith("KeyboardInterrupt\n")

@@ -3,6 +3,7 @@
 The output of a rank goes to a file, because a full pipe would stop the rank.
 """
 
+import atexit
 import contextlib
 import gc
 import math
@@ -84,6 +85,7 @@ class ForkedRanks:
             resource_tracker.ensure_running()  # its start would unblock the signal
             with environment(variables), interrupts_blocked():
                 forkserver.ensure_running()
+            atexit.register(_end_fork_server)
         # A plain pickle copies tensors, whereas multiprocessing would share their memory.
         work, port = pickle.dumps((function, arguments)), free_port()
         try:
@@ -158,6 +160,14 @@ class ForkedRanks:
             process.join()
         while self.pipes:
             self.pipes.popitem()[1].close()
+
+
+def _end_fork_server() -> None:
+    """Kill the fork server, which otherwise ends, and closes its output, only after its imports."""
+    server: Any = forkserver._forkserver
+    if (process := server._forkserver_pid) is not None:
+        os.kill(process, signal.SIGKILL)
+        server._stop()
 
 
 def _run(
