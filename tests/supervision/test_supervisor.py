@@ -64,7 +64,7 @@ def test_ranks_that_are_behind_are_named(statuses: list[RankStatus], said: str) 
     assert describe_hang({each.rank: each for each in statuses}, NAMES).startswith(said)
 
 
-def test_the_lowest_reporting_rank_describes_the_hang(tmp_path: Path) -> None:
+def test_the_first_rank_at_its_limit_describes_the_hang(tmp_path: Path) -> None:
     ranks = [HangReport(tmp_path / "hang", NAMES) for _ in range(3)]
     places = []
     for rank, report in enumerate(ranks):
@@ -73,13 +73,13 @@ def test_the_lowest_reporting_rank_describes_the_hang(tmp_path: Path) -> None:
         places.append(rank_status(rank, crumb))
         report.write(places[rank])
     ranks[0].take_back(0)  # the rank has made progress
-    assert ranks[2].verdict(places[2][0]) == ("", [])
-    said, behind = ranks[1].verdict(places[1][0])
+    said, behind = ranks[2].verdict(places[2][0])
+    assert ranks[1].verdict(places[1][0]) == ("", [])
     assert behind == [0, 3]
     assert said.startswith("rank 0 (node1), rank 3 (node2) do not answer")
     assert "rank 1 (node1): step 5, ForwardPass of micro-batch 1" in said
     stack = (tmp_path / "hang" / "rank-00002.txt").read_text()
-    assert "test_the_lowest_reporting_rank_describes_the_hang" in stack
+    assert "test_the_first_rank_at_its_limit_describes_the_hang" in stack
 
 
 @pytest.mark.parametrize(
@@ -260,8 +260,9 @@ from threefold.config.parallel_dims import LaunchEnvironment
 supervisor.SECONDS_OF_TICK = 0.4
 world = LaunchEnvironment.from_environment(os.environ)
 start_processes(world, patience_seconds=5000)
-backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-assert backend.options._timeout > timedelta(seconds=5000), backend.options._timeout
+for group in (dist.group.WORLD, dist.new_group()):
+    backend = group._get_backend(torch.device("cpu"))
+    assert backend.options._timeout > timedelta(seconds=5000), backend.options._timeout
 crumb = Breadcrumb()
 Supervisor(RunFolder(Path(sys.argv[1])), crumb, hang_seconds=9, startup_seconds=4).start()
 pid = [os.getpid()]
@@ -345,7 +346,10 @@ def test_files_of_an_earlier_hang_do_not_count(tmp_path: Path) -> None:
         report.write((status(rank), "the stack"))
     before = time.time() - 60
     os.utime(tmp_path / "rank-00000.txt", (before, before))
+    (tmp_path / "described").touch()
+    os.utime(tmp_path / "described", (before, before))
     assert report.verdict(status(1))[0].startswith("rank 0 (node1) does not answer")
+    assert report.verdict(status(1)) == ("", [])
 
 
 def test_waiting_for_a_disk_ends_with_an_error_too() -> None:
@@ -364,7 +368,7 @@ def test_a_wait_for_room_on_a_full_disk_is_not_reported_as_a_hang(
 ) -> None:
     supervisor = Supervisor.__new__(Supervisor)
     supervisor.crumb, supervisor.limit, supervisor._disk = Breadcrumb(), 4, mock.Mock()
-    supervisor._report, supervisor._seen = mock.Mock(), -1
+    supervisor._report, supervisor._seen, supervisor.names = mock.Mock(), -1, NAMES
     supervisor._still = supervisor._idle = 0
     supervisor._reported = supervisor._ending = False
     with supervisor.crumb.waiting_for_disk("saving"):

@@ -302,8 +302,7 @@ class Supervision(Section):
     """Limits for hangs, bad steps and slow ranks."""
 
     hang_seconds: NonNegative = 300
-    """End the run after this many seconds without progress in training; 0: never. On GPUs,
-    collectives of subgroups time out after 600 seconds in any case."""
+    """End the run after this many seconds without progress in training; 0: never."""
 
     startup_seconds: NonNegative = 1800
     """End the run if it makes no progress for this many seconds before the first step (with

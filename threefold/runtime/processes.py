@@ -313,7 +313,10 @@ def start_processes(
             f"MASTER_PORT = {os.environ['MASTER_PORT']} is used by another process on this node, "
             f"perhaps by another run; use a free port: {port_option(free_port())}"
         ) from None
-    dist.distributed_c10d._set_pg_timeout(collective_timeout(patience_seconds))
+    limit, torch_groups = collective_timeout(patience_seconds), dist.distributed_c10d
+    torch_groups._set_pg_timeout(limit)
+    # Groups that are created without a time limit, also by DeepSpeed, get these.
+    torch_groups.default_pg_timeout = torch_groups.default_pg_nccl_timeout = limit
 
 
 def port_option(port: int) -> str:
@@ -324,7 +327,7 @@ def port_option(port: int) -> str:
 
 
 def collective_timeout(patience_seconds: int | None) -> timedelta:
-    """Return the time limit of collectives in the default process group.
+    """Return the time limit of collectives.
 
     Supervision must notice a hang first, because its message names the rank that is behind. The
     limit is therefore longer than the patience of supervision. The limit for joining the group

@@ -5,6 +5,7 @@ The ranks of a hanging run cannot communicate; they exchange files in the run fo
 
 import contextlib
 import errno
+import functools
 import json
 import math
 import os
@@ -309,11 +310,16 @@ class RankStatus:
     @classmethod
     def from_json(cls, text: str) -> "RankStatus":
         """Restore a status from the first line of a rank's file."""
-        return TypeAdapter(cls).validate_json(text)
+        return _status_adapter().validate_json(text)
 
     def __str__(self) -> str:
         waiting = f"waits in {self.waits_in}" if self.waits_in else "waits in no collective"
         return f"{self.activity}; it {waiting}, at {self.at}"
+
+
+@functools.cache
+def _status_adapter() -> TypeAdapter[RankStatus]:
+    return TypeAdapter(RankStatus)  # takes 2 ms, and a report has thousands of files
 
 
 class HangReport:
@@ -348,10 +354,9 @@ class HangReport:
     def verdict(self, own: RankStatus) -> tuple[str, list[int]]:
         """Return the description of the hang, and the ranks that are behind.
 
-        Only the lowest rank that wrote a file returns a description; others return an empty one.
-
-        A rank that could not write a file also returns a description, which includes its own
-        activity.
+        The first rank that asks returns a description; others return an empty one, without reading
+        the files of all ranks. A rank that could not write a file also returns a description, which
+        includes its own activity.
 
         Returns:
             The description, and the ranks that are behind.
@@ -359,9 +364,9 @@ class HangReport:
         Raises:
             OSError: no rank has written, or the files cannot be read.
         """
-        statuses = self._read()
-        if own.rank in statuses and own.rank != min(statuses):
+        if not self._is_first(own.rank):
             return "", []
+        statuses = self._read()
         stacks = f"{self.folder} has the stacks of {len(statuses)} of the {len(self.names)} ranks"
         statuses.setdefault(own.rank, own)
         launched = {rank: status.launched for rank, status in statuses.items()}
@@ -370,6 +375,20 @@ class HangReport:
         if waiting:
             parts.insert(1, f"by torch's flight recorder {waiting}")
         return "; ".join(parts), ranks_behind(statuses, len(self.names))
+
+    def _is_first(self, rank: int) -> bool:
+        """Return True if no other rank has described this hang, or if that is unknown."""
+        described = self.folder / "described"
+        try:
+            described.touch(exist_ok=False)
+        except FileExistsError:
+            with contextlib.suppress(OSError):  # this rank could not write a file
+                if described.stat().st_mtime >= self._file(rank).stat().st_mtime:
+                    return False
+                described.touch()  # it was left by an earlier hang
+        except OSError:
+            pass
+        return True
 
     def _read(self) -> dict[int, RankStatus]:
         """Return the reports of all ranks about this hang, by rank."""
