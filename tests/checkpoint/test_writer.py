@@ -253,7 +253,8 @@ def test_a_save_at_the_end_of_a_process_needs_a_smaller_reserve(
     size = checkpoint_bytes(lone_writer.recipe)
     free = size + RESERVED_BYTES_AT_THE_END
     monkeypatch.setattr(retention.shutil, "disk_usage", lambda _: mock.Mock(free=free))
-    lone_writer._thread, lone_writer._begin = None, mock.Mock()  # type: ignore[method-assign]
+    lone_writer._thread = lone_writer._broken = None
+    lone_writer._told, lone_writer._begin = True, mock.Mock()  # type: ignore[method-assign]
     problem = lone_writer.save(Progress(13))
     assert problem and "67.2 MB are reserved" in problem and not lone_writer._begin.called
     assert lone_writer.save(Progress(13), ends_process=True) is None and lone_writer._begin.called

@@ -408,6 +408,7 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._is_snapshot = False  # what the thread writes
         self._problem: str | None = None  # of the newest save to the disk
+        self._told = True  # whether that problem has been returned
         self._saving = 0  # the step of the newest save to the disk
         self._broken: Exception | None = None
 
@@ -446,12 +447,14 @@ class CheckpointWriter:
         Raises:
             RuntimeError: this rank can no longer reach the other ranks.
         """
-        earlier = self.wait() if self._thread else None
+        self.join()
+        earlier = None if self._told else self._problem
         is_last = progress.step == self.recipe.training.steps
         patience = self.recipe.checkpoint.room_seconds if is_last else 0
         self.reserve = RESERVED_BYTES_AT_THE_END if ends_process else RESERVED_DISK_BYTES
         no_room, _ = (None, False) if patience else self._no_room_on_rank_0()
         self._problem, self._saving = _unsaved(progress.step, no_room), progress.step
+        self._told = bool(no_room)
         if no_room:
             return "; ".join(filter(None, [earlier, self._problem]))
         write = self._write_patiently if patience else self._write_checkpoint
@@ -464,7 +467,7 @@ class CheckpointWriter:
         Args:
             write: writes the staged copies with `write_files`; returns a message on failure
         """
-        self.wait()
+        self.join()
         self._begin(write, is_snapshot=True)
 
     @property
@@ -480,12 +483,21 @@ class CheckpointWriter:
         Raises:
             RuntimeError: this rank can no longer reach the other ranks.
         """
+        self.join()
+        self._told = True
+        return self._problem
+
+    def join(self) -> None:
+        """Wait for the save or snapshot in flight; a later `save` tells whether a save failed.
+
+        Raises:
+            RuntimeError: this rank can no longer reach the other ranks.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._broken:  # if this rank continued, the other ranks would wait for it
             raise RuntimeError("a save has lost contact with the other ranks") from self._broken
-        return self._problem
 
     def remedy(self) -> str:
         """Return the newest checkpoint and how to resume from it, for a run whose save failed."""

@@ -71,12 +71,15 @@ def train(recipe: Recipe, run: Path, memories: list[Path], steps: int, **setting
     if "full" in settings:  # no rank may take memory before all ranks have checked theirs
         memory.create = lambda workspace: messages.append("created")  # type: ignore[method-assign]
     with CheckpointWriter(engine.state, folder, **facts) as writer:
+        if "full" in settings:
+            writer._try_to_write = lambda *_: "no quota"  # type: ignore[method-assign]
         snapshots = SnapshotWriter(writer, memory, every=1, step=0, ranks_per_node=1)
         for step in range(1, steps + 1):
             train_step(engine, data, step)
             assert snapshots.is_due(step)
-            writer.save(data.progress_after(step))
-            messages.append(snapshots.take(data.progress_after(step)))
+            unsaved = writer.save(data.progress_after(step)) or ""
+            told = snapshots.take(data.progress_after(step))
+            messages += [unsaved, told] if "full" in settings else [told]
             assert not snapshots.is_due(step)
     return messages
 
@@ -260,19 +263,20 @@ def test_a_damaged_manifest_is_read_from_another_node(four_nodes: Any, recipe: R
             manifest.write_bytes(sound)
 
 
-def test_a_node_without_memory_ends_the_snapshots_but_not_the_run(
+def test_a_node_without_memory_ends_the_snapshots_but_not_the_run_or_its_reports(
     recipe: Recipe, tmp_path: Path
 ) -> None:
     with serve(tmp_path, 2) as processes:
         memories = [process.folder for process in processes]
         results = run_ranks(2, full, recipe, tmp_path / "run", memories)
         failed = "the snapshot of step 1 failed, so no more are taken: rank 1: no memory"
-        assert results == [["", failed, ""]] * 2
+        lost = "is not saved: no quota"
+        assert results == [["", "", f"step 1 {lost}", failed, f"step 2 {lost}", ""]] * 2
         assert not list(tmp_path.glob("threefold-run-node*/step-*"))
 
 
 def full(recipe: Recipe, run: Path, memories: list[Path]) -> Any:
-    """Train three steps on two nodes, one of which has no memory for snapshots."""
+    """Train three steps on two nodes; one has no memory for snapshots, and no save succeeds."""
     return train(recipe, run, memories, 3, full=1)
 
 

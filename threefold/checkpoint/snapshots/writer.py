@@ -174,7 +174,7 @@ class SnapshotWriter:
             A message if the previous snapshot has failed, once.
         """
         self.last = progress.step
-        self.writer.wait()
+        self.writer.join()
         if not self.problem:
             self.writer.begin_snapshot(partial(self._write, progress))
         elif not self._told:
