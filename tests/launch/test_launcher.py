@@ -409,10 +409,23 @@ def test_a_killed_rank_restarts_the_run_and_is_blamed(start: Any) -> None:
     assert running.wait() == FINISHED
 
 
-def test_a_hang_is_blamed_on_the_rank_that_is_behind(start: Any) -> None:
+def test_a_hang_is_blamed_on_the_rank_that_is_behind(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     running = start()
     running.wait_for_attempt(1, ranks=2)
-    RunFolder(running.folder).event("stop", 1, exit_code=HUNG, behind=[1])
+    folder, stat, read = (
+        RunFolder(running.folder),
+        Path.stat,
+        mock.Mock(wraps=launcher_module.events_of),
+    )
+    monkeypatch.setattr(launcher_module, "events_of", read)
+    running.wait_until(lambda: read.called)
+    cached = folder.events.stat()  # NFS answers from its cache until the file is opened again
+    monkeypatch.setattr(
+        Path, "stat", lambda path, **how: cached if path == folder.events else stat(path, **how)
+    )
+    folder.event("stop", 1, exit_code=HUNG, behind=[1])
     running.end_ranks({0: HUNG, 1: HUNG})
     running.wait_for_attempt(2, ranks=2)
     assert running.events("attempt_end")[0]["blamed"] == ["node2"]
@@ -737,6 +750,20 @@ def test_the_list_of_hosts_is_read_every_few_seconds(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(hosts_module, "SECONDS_BETWEEN_LISTS", 0.0)
     nodes.refresh()
     assert nodes.hosts == ["node1", "node2"]
+
+
+def test_waiting_reports_are_read_before_a_host_counts_as_silent() -> None:
+    silence = [99.0]  # seconds, while launch.py was busy
+    agent = SimpleNamespace(ready=True, silent_seconds=lambda: silence[0])
+
+    def reports() -> Iterator[Any]:
+        silence[0] = 0.0
+        yield from ()
+
+    connections: Any = SimpleNamespace(agents={"node1": agent}, reports=reports)
+    nodes = hosts_module.Nodes(lambda: ["node1"], connections, Failures(limit=0), node_seconds=2)
+    nodes.wait_for(2, seconds=0.01, stop=lambda: False)
+    assert nodes.usable() == ["node1"]
 
 
 def test_the_newest_checkpoint_is_remembered_if_the_disk_fails(

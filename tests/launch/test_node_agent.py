@@ -1,5 +1,6 @@
 """The agent of a node: its protocol, and the end of its ranks in every case."""
 
+import fcntl
 import json
 import os
 import select
@@ -123,6 +124,24 @@ def test_the_ends_of_ranks_are_reported(agents: list[Agent]) -> None:
     assert agent.read() == {"is": "exit", "attempt": 1, "rank": 0, "code": 7}
     agent.send({"do": "signal", "number": int(signal.SIGTERM)})
     assert agent.read() == {"is": "exit", "attempt": 1, "rank": 1, "code": -signal.SIGTERM}
+
+
+def test_an_agent_reports_beats_while_the_file_server_does_not_answer(
+    agents: list[Agent], tmp_path: Path
+) -> None:
+    agents.append(agent := Agent())
+    shutil.copy(shutil.which("true") or "", program := tmp_path / "program")
+    before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # tells that another process opens it
+    with program.open("rb") as held:
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # whoever opens the program now waits
+        start = {"do": "start", "attempt": 1, "command": [str(program)], "variables": {}}
+        agent.send(start | {"standby": False, "ranks": [{"RANK": "0"}]})
+        assert [agent.read() for _ in range(2)] == [{"is": "beat"}] * 2
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    signal.signal(signal.SIGIO, before)
+    while (report := agent.read()) == {"is": "beat"}:
+        pass
+    assert report["is"] == "exit"
 
 
 def test_a_program_that_cannot_be_started_is_reported(agents: list[Agent]) -> None:

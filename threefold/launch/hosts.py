@@ -429,12 +429,13 @@ class Nodes:
         self.gpu_errors += [(host, str(text), bool(severe)) for text, severe in content["errors"]]
 
     def _poll(self) -> None:
-        self.keep_connected()
+        # First the reports, which may have waited while launch.py was busy; then the silent hosts.
         for report in self.connections.reports():
             if report.content is None:
                 self.drop(report.host)
             elif report.content["is"] == "gpus":
                 self.note_gpus(report.host, report.content)
+        self.keep_connected()
 
     def admit(self, host: str, machine: str) -> bool:
         """Return False for a host that is the same machine as another host of the list.

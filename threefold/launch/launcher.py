@@ -417,7 +417,9 @@ class Launcher:
     def _events_of(self, attempt: Attempt) -> list[dict[str, Any]]:
         """Return the events since the start of an attempt; read the file only if it has grown."""
         try:
-            size = self.folder.events.stat().st_size
+            # Opening the file makes NFS ask the server; its cached size could be out of date.
+            with self.folder.events.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
         except OSError:  # the file server does not answer, or nothing has been written
             size = -1
         if (attempt.lease, size) != self._events_read:

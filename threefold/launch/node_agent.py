@@ -18,7 +18,8 @@ object per line. The ranks write to its standard error.
 
 The agent looks at the GPUs of its node every minute (gpu_watch.py) and on command, and reports new
 errors. The first report, "here", has the name of the machine, the ID of its boot, and the address
-at which ssh has reached it.
+at which ssh has reached it. While a command takes long, for example because the file server does
+not answer, the agent reports "beat" by itself.
 
 If commands stop coming (launch.py or the network is gone), the agent asks its ranks to save and
 stop, kills them if they do not end, and ends itself. Only the standard library is imported, so that
@@ -45,12 +46,14 @@ if __name__ == "__main__":  # import from the repository's root, not from threef
 
 import contextlib
 import json
+import math
 import select
 import selectors
 import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -263,6 +266,7 @@ class ServerProcess:
 
 
 SECONDS_BETWEEN_CHECKS = 0.5
+SECONDS_BETWEEN_BEATS = 1.0  # while a command takes long
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
@@ -296,6 +300,8 @@ class NodeAgent:
         self.gpus = GpuWatch()
         self._heard_at = time.monotonic()
         self._rest = b""  # of a line that has not arrived completely
+        self._busy_since = math.inf
+        self._writing = threading.Lock()
 
     def run(self) -> NoReturn:
         """Carry out commands until the input ends, or none has come for too long."""
@@ -308,11 +314,14 @@ class NodeAgent:
         signal.set_wakeup_fd(child_ended, warn_on_full_buffer=False)
         here = {"host": socket.gethostname(), "boot": boot_id(), "address": ssh_address(os.environ)}
         self.report({"is": "here"} | here)
+        threading.Thread(target=self._beat_while_busy, daemon=True).start()
         with selectors.DefaultSelector() as selector:
             selector.register(0, selectors.EVENT_READ)
             selector.register(children, selectors.EVENT_READ)
             while True:
+                self._busy_since = math.inf
                 ready = {key.fd for key, _ in selector.select(SECONDS_BETWEEN_CHECKS)}
+                self._busy_since = time.monotonic()
                 if children in ready:
                     os.read(children, 4096)
                 self.report_ended()
@@ -324,6 +333,13 @@ class NodeAgent:
                     seconds = f"{self.silence_seconds:g} s"
                     self.say(f"no command from launch.py for {seconds}; ending the ranks")
                     self.leave()
+
+    def _beat_while_busy(self) -> None:
+        while True:
+            time.sleep(SECONDS_BETWEEN_BEATS)
+            if time.monotonic() - self._busy_since >= SECONDS_BETWEEN_BEATS:
+                with contextlib.suppress(OSError):  # launch.py has ended
+                    self._write({"is": "beat"})
 
     def begin(self) -> None:
         """End what an earlier agent has left, start the server of snapshots, and report."""
@@ -448,9 +464,13 @@ class NodeAgent:
     def report(self, report: dict[str, Any]) -> None:
         """Write a report; if launch.py has closed the pipe, end the ranks and this process."""
         try:
-            os.write(1, json.dumps(report).encode() + b"\n")
+            self._write(report)
         except OSError:
             self.leave()
+
+    def _write(self, report: dict[str, Any]) -> None:
+        with self._writing:
+            os.write(1, json.dumps(report).encode() + b"\n")
 
     def say(self, text: str) -> None:
         """Print a message, if that is still possible."""
