@@ -41,7 +41,7 @@ def main() -> None:
         parser.add_argument(name, help="ignored; for pretrain.py")
     options = parser.parse_args()
     if options.code == REJECTED:
-        sys.exit("the recipe was rejected; the job is not requeued")
+        sys.exit("the run was rejected (message above); the job is not requeued")
     try:
         name = load_recipe(options.recipe, options.set).name
     except UserError as problem:

@@ -65,6 +65,8 @@ class AttemptResult:
             replaced
         gpu_broken: host -> error of a GPU, for hosts that must not be used any more
         gpu_suspects: host -> error of a GPU, for hosts that may still be used
+        several_hosts: True if the attempt had more than one host
+        out_of_memory: True if memory ran out on a rank
         other_layout: True if memory ran out in a layout of launch.py, and there is another one
     """
 
@@ -77,6 +79,8 @@ class AttemptResult:
     preflight_broken: Mapping[str, str] = field(default_factory=dict)
     preflight_slow: Mapping[str, str] = field(default_factory=dict)
     gpu_suspects: Mapping[str, str] = field(default_factory=dict)
+    several_hosts: bool = False
+    out_of_memory: bool = False
     other_layout: bool = False
 
 
@@ -106,7 +110,8 @@ def diagnose(outcome: AttemptResult) -> Diagnosis:
 
     A lost node or a broken GPU takes precedence over every error that ranks report, and a rank
     killed by a signal over ordinary exit codes. Among ordinary exit codes, the first one reported
-    counts, but the node is blamed on which a GPU has reported an error, if there is one.
+    counts, but the node is blamed on which a GPU has reported an error, if there is one. If only the
+    ranks of one of several hosts have rejected the run, or have stopped, that host is blamed.
     """
     codes = [end.code for end in outcome.ends]
     if codes and not outcome.lost and all(code == FINISHED for code in codes):
@@ -118,6 +123,9 @@ def diagnose(outcome: AttemptResult) -> Diagnosis:
     if final and not gone:
         if final.code == STOPPED and outcome.other_layout:
             return Diagnosis(f"memory ran out in a layout that launch.py had chosen: {final}")
+        if _is_of_one_host(outcome, final):
+            reason = f"{final}, and no rank of another host did"
+            return Diagnosis(reason, blamed=[final.host], counts=True)
         return Diagnosis(f"{FINAL[final.code]}: {final}", exit_code=final.code)
     if gone:
         reasons = [f"{host}: {reason}" for host, reason in gone.items()]
@@ -135,6 +143,17 @@ def diagnose(outcome: AttemptResult) -> Diagnosis:
     if outcome.restarting and codes and all(code in (FINISHED, INTERRUPTED) for code in codes):
         return Diagnosis(outcome.restarting)
     return _error_of_a_rank(outcome, codes)
+
+
+def _is_of_one_host(outcome: AttemptResult, final: RankEnd) -> bool:
+    """Return True if only the ranks of one host have rejected the run or stopped.
+
+    What concerns the run is found or shared by all ranks. The cause is therefore on the host: it has
+    no driver, or cannot read its corpus or the checkpoints.
+    """
+    if not outcome.several_hosts or outcome.out_of_memory or final.code == BUSY:
+        return False
+    return {end.host for end in outcome.ends if end.code in FINAL} == {final.host}
 
 
 def _stop_on_request(outcome: AttemptResult, codes: Sequence[int]) -> Diagnosis:

@@ -291,6 +291,7 @@ class Launcher:
         behind = hosts_of(
             ranks_behind(events) if hung else (), attempt.hosts, self.command.ranks_per_node
         )
+        out_of_memory = ran_out_of_memory(events)
         broken, slow = unfit_hosts(events, attempt.hosts, self.command.ranks_per_node)
         diagnosis = diagnose(
             replace(
@@ -300,7 +301,9 @@ class Launcher:
                 preflight_slow=slow,
                 gpu_broken=self.gpus.of_hosts(attempt.hosts, severe=True),
                 gpu_suspects=self.gpus.of_hosts(attempt.hosts, severe=False),
-                other_layout=ran_out_of_memory(events) and self._find_other_layout(attempt),
+                several_hosts=len(attempt.hosts) > 1,
+                out_of_memory=out_of_memory,
+                other_layout=out_of_memory and self._find_other_layout(attempt),
             )
         )
         step = max(self.announcements.newest_checkpoint(), start_of(events))
