@@ -1,4 +1,4 @@
-"""Joining the process group: a port that another process uses, and DeepSpeed's operations."""
+"""Joining the process group: a port that another process uses, DeepSpeed, and threads."""
 
 import os
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 import deepspeed
 import pytest
 import tomli_w
+import torch
 
 from tests.ranks import join_world, run_ranks, start_ranks
 from threefold.run_folder.folder import RunFolder
@@ -90,3 +91,14 @@ def operations_after_joining() -> dict[str, bool]:
 
 def test_no_operation_of_deepspeed_is_probed() -> None:
     assert run_ranks(1, operations_after_joining) == [{}]
+
+
+def threads_of_rank() -> int:
+    """Return the number of torch's threads if it was imported before the rank got its variables."""
+    os.environ["OMP_NUM_THREADS"] = "3"
+    join_world()
+    return torch.get_num_threads()
+
+
+def test_a_rank_made_of_a_standby_process_has_its_number_of_threads() -> None:
+    assert run_ranks(1, threads_of_rank) == [3]

@@ -110,8 +110,8 @@ def diagnose(outcome: AttemptResult) -> Diagnosis:
 
     A lost node or a broken GPU takes precedence over every error that ranks report, and a rank
     killed by a signal over ordinary exit codes. Among ordinary exit codes, the first one reported
-    counts, but the node is blamed on which a GPU has reported an error, if there is one. If only the
-    ranks of one of several hosts have rejected the run, or have stopped, that host is blamed.
+    counts, but the node is blamed on which a GPU has reported an error, if there is one. If only
+    the ranks of one of several hosts have rejected the run, or have stopped, that host is blamed.
     """
     codes = [end.code for end in outcome.ends]
     if codes and not outcome.lost and all(code == FINISHED for code in codes):
@@ -148,8 +148,8 @@ def diagnose(outcome: AttemptResult) -> Diagnosis:
 def _is_of_one_host(outcome: AttemptResult, final: RankEnd) -> bool:
     """Return True if only the ranks of one host have rejected the run or stopped.
 
-    What concerns the run is found or shared by all ranks. The cause is therefore on the host: it has
-    no driver, or cannot read its corpus or the checkpoints.
+    All ranks find or share the problems of a run. The cause is therefore on the host: it has no
+    driver, or cannot read its corpus or the checkpoints.
     """
     if not outcome.several_hosts or outcome.out_of_memory or final.code == BUSY:
         return False

@@ -296,6 +296,10 @@ def start_processes(
     # Building DeepSpeed's shared-memory operations needs a compiler and a minute, and their
     # all-reduce supports only one group. Reading this table would probe each operation.
     deepspeed.ops.__compatible_ops__ = {}
+    # A standby process has imported torch, which reads the variable, before it was set.
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdecimal() and int(threads):
+        torch.set_num_threads(int(threads))
     if on_gpu():
         torch.cuda.set_device(local_rank)
     else:
