@@ -263,3 +263,14 @@ def test_checkpoints_that_were_saved_before_a_branch_do_not_count(tmp_path: Path
     folder.event("save", 12)
     folder.event("branch", 0, checkpoint="", stamp="b")
     assert folder.history().saved == set()
+
+
+def test_listings_that_differ_for_a_moment_are_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_another_rank = [["step-0000008"], ["step-0000008", "step-0000016"]]
+    monkeypatch.setattr(resume, "SECONDS_BETWEEN_TRIES", 0.0)
+    monkeypatch.setattr(resume, "gathered", lambda own: [own, of_another_rank.pop(0)])
+    both = [Path("step-0000008"), Path("step-0000016")]
+    assert resume._agreed(lambda: both) == both
+    monkeypatch.setattr(resume, "gathered", lambda own: [own, []])
+    with pytest.raises(UserError, match="the ranks see different checkpoints"):
+        resume._agreed(lambda: both)

@@ -34,6 +34,9 @@ if sys.argv[2] == "no flock":
     def refuse(*_):
         raise OSError(38, "Function not implemented")
     fcntl.flock = refuse
+if sys.argv[2] == "local flock":
+    import fcntl
+    fcntl.flock = lambda *_: None
 if sys.argv[3] == "elsewhere":
     lock.machine_id = lambda: "another machine"
 from threefold.run_folder.folder import RunFolder
@@ -140,6 +143,18 @@ def test_a_run_ends_if_its_lock_is_taken_over(
     holder.send_signal(signal.SIGCONT)
     assert holder.wait(timeout=60) == lock_module.LOST
     assert json.loads(lock.exclusive.read_text())["token"] == lock.record["token"]
+    lock.release()
+
+
+def test_a_run_ends_if_flock_lets_a_run_on_another_node_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holders
+) -> None:
+    holder = holders(tmp_path, "local flock", "elsewhere")
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    assert holder.wait(timeout=60) == lock_module.LOST
+    assert json.loads(lock.shared.read_text())["token"] == lock.record["token"]
     lock.release()
 
 

@@ -215,7 +215,7 @@ def find(
             belongs to another experiment.
     """
     if resume in ("auto", "never"):
-        candidates = _candidates(folder, branch) if resume == "auto" else []
+        candidates = _agreed(lambda: _candidates(folder, branch)) if resume == "auto" else []
     else:
         if not (Path(resume) / "manifest.json").is_file():
             choices = ", ".join(map(str, published(folder)))
@@ -229,7 +229,6 @@ def find(
                 )
             raise UserError(f"--resume {resume}: the path {problem}; use auto, never or {choices}")
         candidates = [Path(resume)]
-    _agree(candidates)
     skipped: dict[Path, str] = {}
     verified = partial(CheckpointReader.verified, find_damage=partial(find_damage, note=note))
     for checkpoint in newest_undamaged(candidates, verified, skipped):
@@ -337,15 +336,24 @@ def find_damage(checkpoint: Path, note: Note = no_note) -> str | None:
     return next((damage for damage in gathered(own) if damage), None)
 
 
-def _agree(candidates: list[Path]) -> None:
-    everyones = gathered([path.name for path in candidates])
-    if any(names != everyones[0] for names in everyones):
-        raise UserError(
-            f"the ranks see different checkpoints ({sorted(map(tuple, everyones))}); use a "
-            f"--run-dir on storage that all nodes share"
-        )
+def _agreed(candidates: Callable[[], list[Path]]) -> list[Path]:
+    """Return the candidates once all ranks find the same ones; collective.
+
+    NFS may list a folder as it was up to a minute ago, differently on each node.
+    """
+    for _ in range(MAX_LISTINGS):
+        found = candidates()
+        everyones = gathered([path.name for path in found])
+        if all(names == everyones[0] for names in everyones):
+            return found
+        time.sleep(SECONDS_BETWEEN_TRIES)
+    raise UserError(
+        f"the ranks see different checkpoints ({sorted(map(tuple, everyones))}); use a --run-dir "
+        f"on storage that all nodes share"
+    )
 
 
+MAX_LISTINGS = 90
 SECONDS_BETWEEN_TRIES = 1.0
 SECONDS_BETWEEN_MESSAGES = 30.0
 

@@ -234,7 +234,7 @@ class FolderLock:
         """Touch the file regularly; end this process if another one has taken the folder over."""
         file = self.shared if self._stream is not None else self.exclusive
         while not self._released.wait(BEAT_SECONDS):
-            if self._stream is None and self._was_taken_over() and not self._released.is_set():
+            if self._was_taken_over(file) and not self._released.is_set():
                 text = f"{self.folder} was taken over by another run; exiting\n"
                 os.write(2, text.encode(errors="backslashreplace"))
                 os._exit(LOST)
@@ -245,10 +245,14 @@ class FolderLock:
         seen = _look(exclusive)
         return seen is not None and _parse(seen[0]).get("token") == self.record["token"]
 
-    def _was_taken_over(self) -> bool:
-        """Return True if another run took the folder over while this process was suspended."""
+    def _was_taken_over(self, file: Path) -> bool:
+        """Return True if another run took the folder over.
+
+        This process was suspended for long, or runs of several nodes hold the lock: on some mounts
+        (`localflock` of Lustre, `local_lock=flock` of NFS), flock locks a file for one node only.
+        """
         try:
-            seen = _look(self.exclusive)
+            seen = _look(file)
         except OSError:  # the disk may be unavailable for a moment
             return False
         return seen is not None and _parse(seen[0]).get("token") not in (
