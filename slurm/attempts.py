@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--run-dir", type=file_path)
     for name in ("--resume", "--resume-once", "--wait-for-folder"):
         parser.add_argument(name, help="ignored; for pretrain.py")
+    parser.add_argument("--forget-failures", action="store_true", help="ignored; for launch.py")
     options = parser.parse_args()
     if options.code == REJECTED:
         sys.exit("the run was rejected (message above); the job is not requeued")

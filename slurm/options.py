@@ -42,7 +42,12 @@ def main() -> None:
     )
     for name in ("--run-dir", "--resume-once", "--wait-for-folder"):
         parser.add_argument(name, type=filled, help="ignored; for pretrain.py")
+    parser.add_argument(
+        "--forget-failures", action="store_true", help="with --elastic, as for launch.py"
+    )
     options = parser.parse_args()
+    if options.forget_failures and not options.elastic:
+        parser.error("--forget-failures is for launch.py; add --elastic")
     resume = options.resume
     if resume not in ("auto", "never") and not Path(resume, "manifest.json").is_file():
         print(

@@ -54,6 +54,9 @@ def test_options_come_from_the_recipe(recipe: Path) -> None:
 def test_an_elastic_job_requests_the_spare_nodes(recipe: Path) -> None:
     said = python("slurm/options.py", recipe, "--set", "cluster.spare_nodes=3", "--elastic")
     assert "--nodes=7 " in said and "--no-kill" in said
+    assert "--no-kill" in python("slurm/options.py", recipe, "--elastic", "--forget-failures")
+    said = python("slurm/options.py", recipe, "--forget-failures", code=2)
+    assert "add --elastic" in said
 
 
 def test_a_recipe_that_does_not_fit_its_cluster_is_rejected(recipe: Path) -> None:
@@ -67,7 +70,7 @@ def test_a_recipe_that_does_not_fit_its_cluster_is_rejected(recipe: Path) -> Non
 def test_a_job_is_requeued_until_it_fails_twice_at_the_same_step(
     recipe: Path, tmp_path: Path
 ) -> None:
-    run = ("--run-dir", tmp_path / "run", "--resume", "auto")
+    run = ("--run-dir", tmp_path / "run", "--resume", "auto", "--forget-failures")
     failed = ("slurm/attempts.py", "3", recipe, *run)
     assert "requeued, to resume after step 0" in python(*failed)
     (tmp_path / "run" / "checkpoints" / "step-0000010").mkdir(parents=True)

@@ -579,8 +579,11 @@ def test_ranks_in_a_container(start: Any, tmp_path: Path, monkeypatch: Any) -> N
 
 def test_a_container_has_its_own_programs_and_libraries() -> None:
     host = {"PATH": "/host", "LD_LIBRARY_PATH": "/lib", "CC": "gcc", "NCCL_X": "1", "HOME": "/h"}
+    host |= {"SSL_CERT_FILE": "/pem", "HTTPS_PROXY": "proxy"}
     host |= {"NETRC": "/h/netrc"}  # the file of `wandb login`
-    assert forwarded(host, container=True) == {"NCCL_X": "1", "NETRC": "/h/netrc"}
+    assert forwarded(host, container=True) == {
+        "NCCL_X": "1", "NETRC": "/h/netrc", "HTTPS_PROXY": "proxy"
+    }  # fmt: skip
     assert forwarded(host) == {name: host[name] for name in host if name != "HOME"}
 
 

@@ -65,7 +65,8 @@ def prepare(options: argparse.Namespace) -> Launcher:
     Replanner(options.recipe, overrides).require_layout(origin(options.recipe, options.set))
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     lock_folder(folder, wait_seconds=options.wait_for_folder)
-    if options.forget_failures:
+    is_requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
+    if options.forget_failures and not is_requeued:
         folder.event("forget", 0)
     file = folder.write_recipe("launched.toml", recipe)  # later edits do not change restarts
     if options.hostfile:
@@ -154,7 +155,8 @@ def parse_command_line(description: str | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--forget-failures",
         action="store_true",
-        help="use nodes again that earlier starts of this run have left out, after a repair",
+        help="use nodes again that earlier starts of this run have left out, after a repair; "
+        "ignored if Slurm has requeued the job",
     )
     parser.add_argument(
         "--run-dir", type=file_path, help="default: runs/ and the name in the recipe"

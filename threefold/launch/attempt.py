@@ -298,12 +298,16 @@ class Attempt:
 
 
 PRETRAIN = REPOSITORY / "recipes" / "pretrain.py"
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 FORWARDED = (  # beginnings of the names of environment variables that the ranks get
     "CUBLAS_", "CUDA_", "DEEPSPEED_TIMEOUT", "DS_", "FI_", "GLOO_", "HF_", "LD_LIBRARY_PATH",
     "MKL_", "NCCL_", "NETRC", "OMP_", "PATH", "PYTHON", "PYTORCH_", "TORCH", "TRITON_", "UCX_",
-    "WANDB_", "http_proxy", "https_proxy", "no_proxy",
+    "WANDB_", *PROXIES, *(name.upper() for name in PROXIES),
 )  # fmt: skip
-FORWARDED_NAMES = ("CC", "CXX")
+FORWARDED_NAMES = (
+    "CC", "CXX", "LD_PRELOAD", "SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE",
+    "CURL_CA_BUNDLE",
+)  # fmt: skip
 OF_CONTAINERS = ("LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "PYTHONPATH", *FORWARDED_NAMES)
 
 
