@@ -65,7 +65,7 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
     run.data.resume(target)
     if run.snapshots:
         run.snapshots.last = target.step
-    run.watch.rolled_back()
+    run.watch.rolled_back(target.step)
     run.clock.restart()
     run.tracker.roll_back(step, target, reason, parts=parts)
     return StepOutcome(target.step, None)
@@ -144,7 +144,7 @@ MAX_WEIGHTS_IN_MESSAGE = 8
 
 def after_step(run: Run, step: int, metrics: dict[str, Any]) -> StepOutcome:
     """Handle bad numbers, compare replicas, save and stop, each only if it is due; collective."""
-    bad = run.watch.judge(metrics["loss"], metrics["grad_norm"])
+    bad = run.watch.judge(step, metrics["loss"], metrics["grad_norm"])
     own_severity = bad.severity if bad else Severity.GOOD
     stop_request, severity, saving = run.supervisor.agree(
         own_severity, run.engine.device, saving=run.writer.busy

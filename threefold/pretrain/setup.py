@@ -376,7 +376,11 @@ def open_run(
             watch=LossWatch(
                 experiment.recipe.supervision,
                 fp16=precision == "fp16",
-                losses=[line["loss"] for line in metrics if isinstance(line.get("loss"), float)],
+                losses=[
+                    (line["step"], line["loss"])
+                    for line in metrics
+                    if isinstance(line.get("loss"), float)
+                ],
             ),
             writer=writer,
             snapshots=snapshots,

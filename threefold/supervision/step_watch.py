@@ -5,13 +5,15 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from statistics import median
 
 from threefold.config.parallel_dims import ParallelDims
 from threefold.config.sections import Supervision
 
-LOSSES_REMEMBERED = 64
+USUAL_LOSSES = 64  # of the newest steps, whose median is the usual loss
 LOSSES_NEEDED = 16  # before a spike can be told from the usual loss
+STEPS_REMEMBERED = 100_000  # more than between two checkpoints
 
 
 class Severity(IntEnum):
@@ -44,15 +46,18 @@ class LossWatch:
         limits: the recipe's `[supervision]`
         fp16: True if infinite gradients are part of the search for a loss scale, and not a reason
             to roll back
-        losses: losses of the previous steps, if the run is resumed
+        losses: (step, loss) of the previous steps, if the run is resumed
     """
 
-    def __init__(self, limits: Supervision, *, fp16: bool, losses: Sequence[float] = ()):
+    def __init__(
+        self, limits: Supervision, *, fp16: bool, losses: Iterable[tuple[int, float]] = ()
+    ):
         self.limits, self.fp16 = limits, fp16
         self.bad_steps = 0  # in a row
-        self._losses = deque(filter(math.isfinite, losses), maxlen=LOSSES_REMEMBERED)
+        finite = ((step, loss) for step, loss in losses if math.isfinite(loss))
+        self._losses = deque(finite, maxlen=STEPS_REMEMBERED)
 
-    def judge(self, loss: float, grad_norm: float) -> BadStep | None:
+    def judge(self, step: int, loss: float, grad_norm: float) -> BadStep | None:
         """Judge the newest step.
 
         Args:
@@ -62,6 +67,10 @@ class LossWatch:
         Returns:
             The judgement of a bad step, or None if the step is good.
         """
+        newest = [loss for _, loss in islice(reversed(self._losses), USUAL_LOSSES)]
+        usual = median(newest) if len(newest) >= LOSSES_NEEDED else math.inf
+        if math.isfinite(loss):
+            self._losses.append((step, loss))
         if math.isfinite(loss) and not math.isfinite(grad_norm) and self.fp16:
             return BadStep(f"the gradient norm is {grad_norm}", Severity.SKIPPED)
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -73,22 +82,19 @@ class LossWatch:
             row = f", {self.bad_steps} steps in a row" if self.bad_steps > 1 else ""
             return BadStep(f"{reason}{row}", Severity.ROLL_BACK)
         self.bad_steps = 0
-        usual = median(self._losses) if len(self._losses) >= LOSSES_NEEDED else math.inf
         if self.limits.loss_spike and loss > usual + self.limits.loss_spike:
             return BadStep(
                 f"the loss is {loss:.4f}, more than {self.limits.loss_spike} nats above the "
                 f"{usual:.4f} of the steps before",
                 Severity.ROLL_BACK,
             )
-        self._losses.append(loss)
         return None
 
-    def rolled_back(self) -> None:
-        """Reset the count of bad steps.
-
-        The usual loss is kept; otherwise the losses of a diverged run would count as usual.
-        """
+    def rolled_back(self, step: int) -> None:
+        """Forget what follows a step, as a process does that is started after the rollback."""
         self.bad_steps = 0
+        while self._losses and self._losses[-1][0] > step:
+            self._losses.pop()
 
 
 def relative_times(seconds: Sequence[float], dims: ParallelDims) -> dict[int, float]:
