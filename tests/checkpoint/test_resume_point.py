@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from models.errors import UserError
 from tests.checkpoint.test_compatibility import HERE, manifest_of, recipe_of
 from threefold.checkpoint import resume
 from threefold.checkpoint.compatibility import check_same_run
@@ -59,6 +60,38 @@ def test_keys_that_an_older_version_did_not_have_are_not_changes(corpus: Path) -
     other = recipe_of(corpus, checkpoint__room_seconds=7)
     changes = resumed(recipe, 20, checkpoint="room_seconds").changes(other)
     assert changes == {"checkpoint.room_seconds": [1800, 7]}
+
+
+COUNTS = {"optimizer__schedule": {"warmup_steps": 2, "counts": "sequences", "decay": "constant"}}
+BY_TOKENS = {
+    "phase": [{"name": "late", "start_tokens": 4096, "optimizer": {"learning_rate": 1e-3}}]
+}
+RAMP = {"batch__ramp": {"start_sequences": 4, "increment": 4, "samples": 64}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "counting"),
+    [
+        ({}, ""),
+        (COUNTS, r'optimizer.schedule.counts = "sequences"'),
+        (BY_TOKENS, "phase.late.start_tokens = 4096"),
+        (RAMP, ""),  # has ended
+    ],
+)
+def test_a_changed_batch_moves_nothing_that_counts_what_was_read(
+    settings: dict[str, Any], counting: str, corpus: Path
+) -> None:
+    found = resumed(recipe_of(corpus, training__steps=40, **settings), 20)
+    longer = {"training__steps": 60}
+    resume._check_counts(found, recipe_of(corpus, **longer, **settings))
+    changed = recipe_of(corpus, **longer, **settings, batch__global_sequences=16)
+    if not counting:
+        resume._check_counts(found, changed)
+        return
+    with pytest.raises(
+        UserError, match=f"gives .* tokens in 20 steps, .*{counting}.*start_step = 21"
+    ):
+        resume._check_counts(found, changed)
 
 
 LATE = {

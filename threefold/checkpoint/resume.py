@@ -183,7 +183,7 @@ class ResumePoint:
                     f"to keep the schedule of the checkpoint, use optimizer.schedule.steps = "
                     f"{steps}"
                 )
-        causes = ("optimizer.", "phase", "training.steps")
+        causes = ("optimizer.", "batch.", "phase", "training.steps")
         keys = [key for key in self.changes(recipe) if key.startswith(causes)]
         return f"keys that changed: {', '.join(keys)}"
 
@@ -233,7 +233,9 @@ def find(
     verified = partial(CheckpointReader.verified, find_damage=partial(find_damage, note=note))
     for checkpoint in newest_undamaged(candidates, verified, skipped):
         check_same_run(checkpoint.path, checkpoint.manifest, recipe, data)
-        return ResumePoint(checkpoint, skipped=skipped)
+        point = ResumePoint(checkpoint, skipped=skipped)
+        _check_counts(point, recipe)
+        return point
     if resume == "auto" and not candidates and any(folder.glob(ABANDONED)):
         left = ", ".join(str(path) for path in sorted(folder.glob(ABANDONED)))
         raise UserError(
@@ -244,6 +246,26 @@ def find(
     if skipped:
         raise UserError(_damage_message(folder, resume, skipped))
     return find_initial_weights(recipe, run=folder.parent, note=note)
+
+
+def _check_counts(point: ResumePoint, recipe: Recipe) -> None:
+    """Check that a changed batch moves nothing that counts what the run has read.
+
+    Raises:
+        UserError: it does; the message names the key that counts.
+    """
+    if (earlier := point.earlier_recipe) is None:
+        return
+    step, plan = point.progress.step, PhasePlan(recipe)
+    before, now = (each.tokens_before(step + 1) for each in (PhasePlan(earlier), plan))
+    counting = plan.counting_after(step)
+    if before != now and counting:
+        raise UserError(
+            f"{point.path}: the batch of this recipe gives {now:,} tokens in {step:,} steps, and "
+            f"that of the checkpoint gives {before:,}, so that {counting} would be misplaced; use "
+            f"the [batch] of the checkpoint, and change it in a [[phase]] with start_step = "
+            f"{step + 1}"
+        )
 
 
 def _damage_message(folder: Path, resume: str, damages: Mapping[Path, str]) -> str:

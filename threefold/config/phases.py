@@ -360,6 +360,18 @@ class PhasePlan:
             if segment.first < step
         )
 
+    def counting_after(self, step: int) -> str:
+        """Return a setting that counts what the run reads, and matters after a step; or ""."""
+        for segment in self.segments:
+            if segment.last > step and segment.recipe.optimizer.schedule.counts == "sequences":
+                return 'optimizer.schedule.counts = "sequences"'
+        for phase in self.recipe.phase:
+            if phase.start_tokens is not None:
+                return f"{phase.key}.start_tokens = {phase.start_tokens}"
+        if self.recipe.batch.ramp and self.at(step + 1) not in self.phases:
+            return "batch.ramp"
+        return ""
+
     @property
     def total_tokens(self) -> int:
         """The tokens of the whole run."""
