@@ -62,13 +62,15 @@ def test_an_edited_file_is_no_reason_to_stop() -> None:
 
 
 def test_a_restarted_run_prints_its_goodput() -> None:
-    line = goodput_line(WallTime(EVENTS, LINES), EVENTS)
+    line = goodput_line(EVENTS, LINES)
     assert line == (
         "  goodput     30.0% of 100 s in kept steps, after 2 starts; lost: waiting 32.0%, starts "
         "15.0%, between steps 10.0%, repeated steps 8.0%, validation 5.0%"
     )
     once = [event for event in EVENTS if event["event"] != "resume"]
-    assert goodput_line(WallTime(once, LINES), once) == ""
+    assert goodput_line(once, LINES) == ""
+    given_up = {"event": "resume", "step": 4, "time": 1200.0}  # a branch, after a pause
+    assert goodput_line([*EVENTS, given_up], LINES) == line
     assert "validation" not in shares_text({"kept": 0.9996, "validating": 0.0004})
 
 
@@ -124,7 +126,7 @@ def test_the_time_between_two_commands_is_not_waiting(
     spent = 20 * 2.25 + 10.0 + events[-2]["seconds"]["joining"]
     waiting = max(0.0, 3700.0 - paused - spent)
     assert shares["waiting"] == pytest.approx(waiting / max(3700.0 - paused, spent))
-    line = goodput_line(wall_time, events)
+    line = goodput_line(events, LINES)
     counted = f"; not counted: {paused / 3600:.2f} h in which the run was stopped"
     assert line.endswith(counted) == (paused > 0)
 

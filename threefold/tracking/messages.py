@@ -1,7 +1,7 @@
 """Messages of a run: skipped checkpoints, its beginning and its summary."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from models.cost import parameter_count
@@ -244,7 +244,7 @@ def summarize(
         print(f"  tokens      {last['tokens']:,} at {speed:,.0f} tokens/s{epochs}")
     for name, value in evaluations.items():
         print(f"  {name} {value}")
-    if goodput := goodput_line(WallTime(events, metrics), events):
+    if goodput := goodput_line(events, metrics):
         print(goodput)
     print(f"  checkpoints {folder.checkpoints}")
     print(f"  metrics     {folder.metrics} (next to it: events.jsonl and recipe.toml)")
@@ -309,19 +309,24 @@ def _same_learning_rates(one: Recipe, other: Recipe) -> bool:
     return rates(one) == rates(other)
 
 
-def goodput_line(wall_time: WallTime, events: Sequence[dict[str, Any]]) -> str:
-    """Return a line about the wall time of a finished run; empty if the run started only once."""
+def goodput_line(events: Sequence[dict[str, Any]], metrics: Iterable[dict[str, Any]]) -> str:
+    """Return a line about the wall time until the last end; empty if the run started only once."""
     ends = [
-        event["time"]
-        for event in events
+        place
+        for place, event in enumerate(events)
         if event["event"] == "end" and number(event.get("time")) is not None
     ]
-    if wall_time.starts < 2 or not ends:
+    if not ends:
         return ""
-    shares = wall_time.shares(ends[-1])
+    # Later starts, such as those of a branch that was given up, are not part of the finished run.
+    wall_time = WallTime(events[: ends[-1] + 1], metrics)
+    if wall_time.starts < 2:
+        return ""
+    end = events[ends[-1]]["time"]
+    shares = wall_time.shares(end)
     paused = f"; not counted: {_time_text(wall_time.paused)} in which the run was stopped"
     return (
-        f"  goodput     {shares['kept']:.1%} of {_time_text(3600 * wall_time.hours(ends[-1]))} in "
+        f"  goodput     {shares['kept']:.1%} of {_time_text(3600 * wall_time.hours(end))} in "
         f"kept steps, after {wall_time.starts} starts; lost: {shares_text(shares)}"
         f"{paused if wall_time.paused >= MIN_SECONDS_SHOWN else ''}"
     )
