@@ -139,9 +139,9 @@ def test_a_disturbance_is_not_a_slow_node(corpus: Path, tmp_path: Path) -> None:
 def test_a_rank_that_does_not_respond_is_named_soon(corpus: Path, tmp_path: Path) -> None:
     codes, outputs, _ = run(corpus, tmp_path, "hang")
     # On a busy machine, a rank may notice the end of another one before it ends by itself.
-    assert codes[0] == HUNG and set(codes) <= {HUNG, 1}, outputs
-    assert "no progress for 4 s: rank 2 (" in outputs[0]
-    assert "preflight: matmuls" in outputs[0]
+    assert HUNG in codes and set(codes) <= {HUNG, 1}, outputs
+    assert "no progress for 4 s: rank 2 (" in (said := "".join(outputs))
+    assert "preflight: matmuls" in said
     (stop,) = [e for e in RunFolder(tmp_path / "run").read_events() if e["event"] == "stop"]
     assert stop["exit_code"] == HUNG and stop["behind"] == [2]
 

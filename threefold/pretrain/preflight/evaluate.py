@@ -313,8 +313,15 @@ def planned(
     """
     if machine is None or machine.gpu.device == "cpu":  # CPUs differ too much
         return Planned()
+    predicted = {TENSOR, DATA}
+    # All pairs of an NCCL communicator get as few channels as its slowest pair (NCCL's
+    # src/graph/paths.cc). Pairs therefore reach the planner's rates only in a world of one node.
+    if dims.world_size <= machine.gpus_per_node:
+        predicted |= {NODE_LINK, PIPELINE}
     rates = {
-        measure: _link_rate(measure, machine, dims, size) for measure, size in links.bytes.items()
+        measure: _link_rate(measure, machine, dims, size)
+        for measure, size in links.bytes.items()
+        if measure in predicted
     }
     if precision in machine.gpu.peak_tflops:
         size, gpu = matmul_size, THREEFOLD.kernels_on(machine.gpu)
@@ -330,9 +337,8 @@ def planned(
 
 def _link_rate(measure: str, machine: Machine, dims: ParallelDims, size: int) -> float:
     """Return the rate of messages of `size` bytes in GB/s, as in `LinkReport`."""
-    strides = {NODE_LINK: 1, NETWORK: machine.gpus_per_node, PIPELINE: machine.gpus_per_node}
-    if measure in strides:
-        return 1e-9 * size / transfer_seconds(machine, size, stride=strides[measure])
+    if measure in (NODE_LINK, PIPELINE):
+        return 1e-9 * size / transfer_seconds(machine, size, stride=1)
     ranks, stride = {
         TENSOR: (dims.tensor, 1),
         DATA: (dims.dp_cp_size, dims.tensor),
