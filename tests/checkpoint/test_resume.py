@@ -251,6 +251,42 @@ def test_lost_checkpoints_are_not_replaced_by_a_new_run(
     )  # this run has saved nothing
 
 
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_branch_whose_first_checkpoint_has_gone_is_described(
+    pending: bool, recipe: Recipe, tmp_path: Path
+) -> None:
+    write_run(tmp_path / "other")
+    begin = tmp_path / "other/checkpoints/step-0000008"
+    folder = RunFolder(tmp_path / "new")
+    start_again(folder.path, ResumeRequest(str(begin)), recipe)
+    if not pending:
+        folder.event("resume", 8)
+
+    def said() -> str:
+        with pytest.raises(UserError) as raised:
+            start_again(folder.path, ResumeRequest(), recipe)
+        return str(raised.value)
+
+    shutil.rmtree(begin)  # by the retention of the other run
+    never = "start again with --resume never (this run folder is kept under another name)"
+    problem = f"the current branch of this run begins at {begin}, which"
+    another = "put that checkpoint back, use --resume with another one"
+    newest = f"{another}, for example {begin.parent}/step-0000032, or {never}"
+    assert said() == f"{problem} does not exist any more; {newest}"
+    begin.mkdir()
+    assert said() == f"{problem} is damaged (manifest.json is missing); {newest}"
+    shutil.rmtree(tmp_path / "other")
+    assert said() == f"{problem} does not exist any more; {another}, or {never}"
+    write_checkpoint(folder.checkpoints, 12)
+    if pending:  # of an earlier branch
+        example = f", for example {folder.checkpoints}/step-0000012"
+        assert said() == f"{problem} does not exist any more; {another}{example}, or {never}"
+    else:
+        (folder.checkpoints / "step-0000012/manifest.sha256").unlink()
+        own = f"all checkpoints in {folder.checkpoints} are damaged (step-0000012: manifest.sha256"
+        assert said().startswith(f"{own} is missing), and {problem} does not exist any more; ")
+
+
 def test_checkpoints_that_were_saved_before_a_branch_do_not_count(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in (8, 16, 24):

@@ -276,15 +276,33 @@ def _damage_message(folder: Path, resume: str, damages: Mapping[Path, str]) -> s
     restart = "start again with --resume never (this run folder is kept under another name)"
     texts = {path: damage.replace(f"{path}/", "") for path, damage in damages.items()}
     if resume == "auto":
-        listed = "; ".join(f"{path.name}: {text}" for path, text in texts.items())
+        own = [path for path in published(folder) if path in damages][::-1]
+        listed = "; ".join(f"{path.name}: {texts[path]}" for path in own)
+        problem = f"all checkpoints in {folder} are damaged ({listed})"
+        begin = next((path for path in damages if path not in own), None)
+        if begin is None:
+            return f"{problem}; use --resume with a checkpoint from another folder, or {restart}"
+        is_gone = texts[begin] == "manifest.json is missing" and not begin.exists()
+        text = "does not exist any more" if is_gone else f"is damaged ({texts[begin]})"
         return (
-            f"all checkpoints in {folder} are damaged ({listed}); use --resume with a checkpoint "
-            f"from another folder, or {restart}"
+            f"{f'{problem}, and ' if own else ''}the current branch of this run begins at {begin}, "
+            f"which {text}; put that checkpoint back, use --resume with another one"
+            f"{_example(begin, folder, damages)}, or {restart}"
         )
     (text,) = texts.values()
     others = [path for path in published(folder) if path.resolve() != Path(resume).resolve()]
     remedy = f"--resume auto or --resume {others[-1]}" if others else "another checkpoint"
     return f"--resume {resume}: this checkpoint is damaged ({text}); use {remedy}, or {restart}"
+
+
+def _example(begin: Path, folder: Path, damages: Mapping[Path, str]) -> str:
+    """Return the newest other checkpoint of a run or, without one, of this folder, for a message.
+
+    begin: a checkpoint of the run
+    """
+    saves = [*sorted(folder.glob(ABANDONED)), *published(folder), *published(begin.parent)]
+    others = [path for path in saves if path not in damages]
+    return f", for example {others[-1]}" if others else ""
 
 
 def _candidates(folder: Path, branch: Branch | None) -> list[Path]:
