@@ -16,7 +16,10 @@ import argparse
 from models.errors import UserError
 from threefold.config.loading import load_recipe, origin
 from threefold.config.parallel_dims import LaunchEnvironment
-from threefold.runtime.command_line import file_path, filled
+from threefold.launch.attempt import resume_option
+from threefold.launch.hosts import check_before_hosts
+from threefold.launch.replanning import Replanner
+from threefold.runtime.command_line import add_overrides, file_path, filled, seconds_to_wait
 from threefold.runtime.exits import REJECTED
 
 
@@ -26,13 +29,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("recipe", type=file_path, help="TOML file, as for pretrain.py")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="as for pretrain.py"
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--elastic",
         action="store_true",
-        help="also request cluster.spare_nodes, and keep the job when a node dies",
+        help="also request cluster.spare_nodes, keep the job when a node dies, and reject what "
+        "launch.py would reject",
     )
     parser.add_argument(
         "--resume",
@@ -40,8 +42,9 @@ def main() -> None:
         default="auto",
         help="as for pretrain.py; a warning is printed if the checkpoint does not exist",
     )
-    for name in ("--run-dir", "--resume-once", "--wait-for-folder"):
+    for name in ("--run-dir", "--resume-once"):
         parser.add_argument(name, type=filled, help="ignored; for pretrain.py")
+    parser.add_argument("--wait-for-folder", type=seconds_to_wait, help="ignored; for pretrain.py")
     parser.add_argument(
         "--forget-failures", action="store_true", help="with --elastic, as for launch.py"
     )
@@ -57,7 +60,10 @@ def main() -> None:
             file=sys.stderr,
         )
     try:
-        print(" ".join(sbatch_options(options.recipe, options.set, elastic=options.elastic)))
+        job = sbatch_options(options.recipe, options.set, elastic=options.elastic)
+        if options.elastic:
+            check_for_launch(options)
+        print(" ".join(job))
     except UserError as problem:
         print(f"options.py: {problem}", file=sys.stderr)
         sys.exit(REJECTED)
@@ -92,6 +98,18 @@ def sbatch_options(path: Path, overrides: list[str], *, elastic: bool = False) -
         f"--gpus-per-node={gpus}",
         *(["--no-kill"] if elastic else []),
     ]
+
+
+def check_for_launch(options: argparse.Namespace) -> None:
+    """Make the checks of launch.py that do not need the nodes, before the job waits for them.
+
+    Raises:
+        UserError: launch.py would reject the recipe or the option --resume.
+    """
+    recipe, name = load_recipe(options.recipe, options.set), origin(options.recipe, options.set)
+    check_before_hosts(recipe, name)
+    Replanner(options.recipe, options.set).require_layout(name)
+    resume_option(options.resume, recipe)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,35 @@ def test_an_elastic_job_requests_the_spare_nodes(recipe: Path) -> None:
     assert "add --elastic" in said
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--resume", "never"], "--resume never is not supported, because launch.py holds"),
+        (
+            ["--set", "cluster.minimum_nodes=9"],
+            "cluster.minimum_nodes = 9 is more than cluster.nodes = 4; use cluster.minimum_nodes "
+            "= 4 or less",
+        ),
+        (["--set", "cluster.gpu=V100-32GB", "--set", 'deepspeed="bf16-zero1.json"'], "bf16"),
+        (["--set", 'deepspeed="{fixed}"'], "1 is fixed, but launch.py chooses the layout anew"),
+        (["--wait-for-folder", "soon"], "argument --wait-for-folder"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_elastic_job_that_launch_py_would_reject_is_not_submitted(
+    words: list[str], message: str, recipe: Path, tmp_path: Path
+) -> None:
+    fixed = tmp_path / "ds.json"
+    fixed.write_text(
+        json.dumps({"zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 1})
+    )
+    words = [word.format(fixed=fixed) for word in words]
+    said = python("slurm/options.py", recipe, "--elastic", *words, code=2)
+    assert message in said and "--no-kill" not in said
+    if "never" in words:
+        python("slurm/options.py", recipe, *words)
+
+
 def test_a_recipe_that_does_not_fit_its_cluster_is_rejected(recipe: Path) -> None:
     crossing = ["--set", "layout.tensor=4", "--set", "model.kv_heads=4"]
     said = python("slurm/options.py", recipe, *crossing, code=2)

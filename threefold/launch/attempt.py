@@ -331,7 +331,7 @@ def rank_command(
     # The agents run in the container, and start the ranks there.
     python = in_container(options.container) if options.container else [sys.executable]
     words = [python[-1], "-u", str(PRETRAIN), str(file)]
-    words += ["--run-dir", str(folder.path), "--resume", _resume_option(options, recipe)]
+    words += ["--run-dir", str(folder.path), "--resume", resume_option(options.resume, recipe)]
     words += ["--resume-once", options.resume_once or f"launch-{time.time_ns():x}"]
     pipelined = PhasePlan(recipe).has_pipeline
     variables = forwarded(os.environ, container=bool(options.container))
@@ -346,18 +346,20 @@ def rank_command(
     )
 
 
-def _resume_option(options: argparse.Namespace, recipe: Recipe) -> str:
+def resume_option(resume: str, recipe: Recipe) -> str:
     """Return the option --resume of the ranks, with an absolute path.
+
+    resume: the option --resume of launch.py
 
     Raises:
         UserError: the option is "never", for which the run folder would have to be moved.
     """
-    if options.resume == "never":
+    if resume == "never":
         raise UserError(
             f"--resume never is not supported, because launch.py holds the run folder; use another "
             f"one, for example --run-dir runs/{recipe.name}-2, or rename that of the earlier run"
         )
-    return "auto" if options.resume == "auto" else str(Path(options.resume).absolute())
+    return "auto" if resume == "auto" else str(Path(resume).absolute())
 
 
 def in_container(image: str) -> list[str]:

@@ -186,10 +186,28 @@ def recipe_on_hosts(
                 say(f"continuing on {counted(len(slots), 'host')} ({minimum}): {not_used.pop(0)}")
             for message in not_used:
                 say(message)
+    _reject(problems)
+    return recipe, overrides
+
+
+def check_before_hosts(recipe: Recipe, name: str) -> None:
+    """Check a recipe with a [cluster] section as `recipe_on_hosts` does, before hosts are known.
+
+    Args:
+        name: the recipe's file and the overrides
+
+    Raises:
+        UserError: the recipe is rejected.
+    """
+    mistakes, _ = _check(recipe, name, {}, shares_machine=False)
+    _reject(mistakes)
+
+
+def _reject(problems: Sequence[str]) -> None:
+    """Raise a UserError with all problems, if there are any."""
     if problems:
         several = [f"{len(problems)} problems"] if len(problems) > 1 else []
         raise UserError("\n  ".join([*several, *problems]))
-    return recipe, overrides
 
 
 def _check(
