@@ -19,6 +19,7 @@ without --shard to join them.
 List the documents and tokens that a step of a recipe reads, and compare a corpus with its manifest:
 
     python recipes/prepare_data.py show recipes/tiny.toml --step 17 --text
+    python recipes/prepare_data.py show runs/mine/recipe.toml --step 17 --text
     python recipes/prepare_data.py verify data/books
 
 Make a task for evaluation.tasks from the validation documents of a corpus (`tasks --help`):

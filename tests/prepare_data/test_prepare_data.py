@@ -41,7 +41,7 @@ from threefold.prepare_data.formats import TextLines
 from threefold.prepare_data.sample_lookup import samples_of
 from threefold.prepare_data.tokenization import Tokenization
 from threefold.prepare_data.workspace import LOCK_TEXT
-from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.folder import RunFolder, run_folder_of
 
 TEXTS = [f"document {i}: the quick brown fox jumps over {i * 7} lazy dogs\n" for i in range(60)]
 
@@ -802,6 +802,17 @@ def test_the_ledger_lists_the_samples_of_a_step(prepared: Path, tmp_path: Path) 
         assert sample.startswith(f"sample {16 + number}: ") and "document" in sample
         assert " (within bytes 0 .. " in sample and f" of {prepared / 'text.jsonl'})" in sample
         assert text.startswith(tokenizer.decode(row)[:30])
+    folder = RunFolder(run)
+    folder.path.mkdir()
+    (run / "recipe.toml").write_text(tomli_w.dumps(table))
+    show = ["show", run / "recipe.toml", "--step", 3]
+    assert prepare(*show).stdout.startswith("step 3 reads samples 16 .. 23")
+    assert run_folder_of(run / "recipe.toml") is None
+    folder.event("rollback", 2, to=2, samples=100)  # the folder is now that of a run
+    assert prepare(*show).stdout.startswith("step 3 reads samples 100 .. 107")
+    assert prepare(*show, "--run-dir", tmp_path).stdout.startswith("step 3 reads samples 16 .. 23")
+    shutil.copy(run / "recipe.toml", run / "mine.toml")
+    assert "samples 16 .. 23" in prepare("show", run / "mine.toml", "--step", 3).stdout
     rejected = prepare("show", tmp_path / "recipe.toml", "--step", 21)
     assert rejected.returncode == 2 and "has the steps 1 to 20; use --step 20\n" in rejected.stderr
 

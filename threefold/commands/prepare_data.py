@@ -18,6 +18,7 @@ from threefold.config.sections import repository_path
 from threefold.data.manifest import few_tokens, lost_manifest, read_manifest
 from threefold.prepare_data.documents import BLANK, PROBLEM_KINDS
 from threefold.prepare_data.workspace import clear_workspace, full_disk_explained, lock_workspace
+from threefold.run_folder.folder import run_folder_of
 from threefold.run_folder.json_lines import flush
 from threefold.runtime.command_line import add_overrides, file_path, filled
 from threefold.runtime.exits import REJECTED, raise_at_interrupt
@@ -242,7 +243,12 @@ def show(arguments: list[str]) -> None:
     parser.add_argument(
         "--text", action="store_true", help="also print the beginning of each window's text"
     )
-    parser.add_argument("--run-dir", type=file_path, help="run folder (default: runs/NAME)")
+    parser.add_argument(
+        "--run-dir",
+        type=file_path,
+        help="run folder (default: that of RECIPE if it is the recipe.toml of a run; otherwise "
+        "runs/NAME)",
+    )
     add_overrides(parser)
     options = parser.parse_args(arguments)
     recipe = load_recipe(options.recipe, options.set)
@@ -255,7 +261,7 @@ def show(arguments: list[str]) -> None:
 
     raise_at_interrupt()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end without a traceback in `| head`
-    run = options.run_dir or REPOSITORY / "runs" / recipe.name
+    run = options.run_dir or run_folder_of(options.recipe) or REPOSITORY / "runs" / recipe.name
     for line in sample_lines(recipe, run, options.step, text=options.text):
         print(line)
 
