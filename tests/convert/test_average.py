@@ -105,14 +105,21 @@ def test_large_tensors_are_averaged_in_blocks(run: Path, tmp_path: Path, monkeyp
     assert whole == blocks
 
 
-def test_damaged_checkpoints_are_skipped(run: Path) -> None:
+def test_damaged_checkpoints_are_skipped(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert open_checkpoint(run).manifest.step == 30
+    assert capsys.readouterr().err == ""
     file = run / "checkpoints" / "step-0000030" / "all.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
     assert open_checkpoint(run).manifest.step == 20
+    skipped = (
+        f"warning: {file.parent} is damaged and skipped: {file} has changed since the save "
+        f"(SHA-256); using {run}/checkpoints/step-0000020"
+    )
+    assert capsys.readouterr() == ("", f"{skipped}\n")
     assert [source.manifest.step for source in sources_of([run], 2)] == [10, 20]
+    assert capsys.readouterr().err == f"{skipped}, {run}/checkpoints/step-0000010\n"
     with pytest.raises(UserError, match=r"--last 3: .* has 2 undamaged checkpoints; use --last 2"):
         sources_of([run], 3)
     with pytest.raises(UserError, match="has changed since the save"):

@@ -1,6 +1,7 @@
 """The files that convert.py reads and writes: verified checkpoints and complete output folders."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -203,6 +204,8 @@ def open_checkpoint(path: Path) -> CheckpointReader:
 def undamaged(run: Path, count: int) -> list[CheckpointReader]:
     """Return the newest undamaged checkpoints of a run, at most `count`, newest first.
 
+    Print a warning for each newer checkpoint that is damaged.
+
     Args:
         run: a run folder, or a folder of checkpoints
 
@@ -216,6 +219,10 @@ def undamaged(run: Path, count: int) -> list[CheckpointReader]:
     damages: dict[Path, str] = {}
     newest = newest_undamaged(reversed(saves), CheckpointReader.verified, damages)
     if readers := list(islice(newest, count)):
+        used = a_few([str(reader.path) for reader in readers])
+        for path, damage in damages.items():
+            text = f"{path} is damaged and skipped: {damage}; using {used}"
+            print(f"warning: {text}", file=sys.stderr, flush=True)
         return readers
     _check_present(saves)
     raise UserError(f"{run}: all checkpoints here are damaged; {damages[saves[-1]]}")
