@@ -22,6 +22,7 @@ from threefold.config.loading import parse_recipe
 from threefold.convert import reshape
 from threefold.convert.files import open_checkpoint
 from threefold.convert.reshape import average, new_recipe, sources_of
+from threefold.run_folder.history import published, set_aside
 
 STEPS = (10, 20, 30)
 
@@ -103,6 +104,16 @@ def test_large_tensors_are_averaged_in_blocks(run: Path, tmp_path: Path, monkeyp
     whole, blocks = (json.loads((tmp_path / n / "manifest.json").read_text())["files"]
                      for n in ("whole", "blocks"))  # fmt: skip
     assert whole == blocks
+
+
+def test_a_checkpoint_of_an_abandoned_branch_is_named(run: Path) -> None:
+    for path in published(run / "checkpoints"):
+        set_aside(path, "20261130T101500.0a")
+    with pytest.raises(
+        UserError, match=r"has not saved one yet; .*, for example .*0030$"
+    ) as raised:
+        open_checkpoint(run)
+    assert open_checkpoint(Path(str(raised.value).split()[-1])).manifest.step == 30
 
 
 def test_damaged_checkpoints_are_skipped(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -870,6 +870,12 @@ def test_a_run_folder_as_initial_weights_names_its_newest_checkpoint(tmp_path: P
         check_initial_weights(recipe)
 
 
+UNSAVED = (
+    "has no checkpoint of its current branch, which has not saved one yet; use one of an earlier "
+    "branch, for example runs/branch/checkpoints/abandoned-20261130T1.0a-step-10000000"
+)
+
+
 @pytest.mark.parametrize(
     ("path", "said"),
     [
@@ -889,13 +895,18 @@ def test_a_run_folder_as_initial_weights_names_its_newest_checkpoint(tmp_path: P
             "runs/mine/checkpoints/step-0000003 does not exist in {cwd}; runs/mine/{saved}",
         ),
         ("elsewhere/new", "elsewhere/new does not exist in {cwd}; use for example {two}"),
+        ("runs/branch", f"runs/branch {UNSAVED}"),
+        ("runs/branch/checkpoints", f"runs/branch/checkpoints {UNSAVED}"),
     ],
 )
 def test_a_missing_checkpoint_is_named_with_those_that_exist(
     path: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for checkpoint in ("mine/checkpoints/step-0000002", "mine/checkpoints/step-0000004",
-                       "other/checkpoints/step-0000001", "new/checkpoints"):  # fmt: skip
+                       "other/checkpoints/step-0000001", "new/checkpoints",
+                       "branch/checkpoints/abandoned-20261129T1.ff-step-20000000",
+                       "branch/checkpoints/abandoned-20261130T1.0a-step-10000000",
+                       "branch/checkpoints/abandoned-20261130T1.0a-step-9000000"):  # fmt: skip
         (tmp_path / "runs" / checkpoint).mkdir(parents=True)
     (tmp_path / "runs" / "mine" / "recipe.toml").touch()
     monkeypatch.chdir(tmp_path)

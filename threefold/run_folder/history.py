@@ -202,6 +202,16 @@ def published(folder: Path) -> list[Path]:
     return sorted(paths, key=step_of)
 
 
+def newest_abandoned(folder: Path) -> Path | None:
+    """Return the newest checkpoint of the branch that was abandoned last, if there is one."""
+    paths = [path for path in folder.glob(ABANDONED) if stamp_of(path) and path.is_dir()]
+    return max(
+        paths,
+        key=lambda path: (str(stamp_of(path)), int(path.name.rpartition("-")[2])),
+        default=None,
+    )
+
+
 def newest_step(folder: Path) -> int:
     """Return the step of the newest checkpoint of a folder; 0 if there is none."""
     return max(map(step_of, published(folder)), default=0)
@@ -211,6 +221,11 @@ def no_checkpoint(path: Path) -> str:
     """Say that a path has no checkpoint: what was looked for, where, and what exists there."""
     if not path.exists():
         problem = f"{path} {why_no_folder(path)}"
+    elif abandoned := newest_abandoned(path / "checkpoints") or newest_abandoned(path):
+        return (
+            f"{path} has no checkpoint of its current branch, which has not saved one yet; use one "
+            f"of an earlier branch, for example {abandoned}"
+        )
     elif path.is_dir():
         problem = f"{path} has no checkpoint: neither manifest.json nor checkpoints/step-..."
     else:
