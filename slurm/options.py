@@ -101,7 +101,7 @@ def sbatch_options(path: Path, overrides: list[str], *, elastic: bool = False) -
 
 
 def check_for_launch(options: argparse.Namespace) -> None:
-    """Make the checks of launch.py that do not need the nodes, before the job waits for them.
+    """Run the checks of launch.py that need no nodes, so that no job is queued that it rejects.
 
     Raises:
         UserError: launch.py would reject the recipe or the option --resume.

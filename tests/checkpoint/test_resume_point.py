@@ -66,7 +66,8 @@ COUNTS = {"optimizer__schedule": {"warmup_steps": 2, "counts": "sequences", "dec
 BY_TOKENS = {
     "phase": [{"name": "late", "start_tokens": 4096, "optimizer": {"learning_rate": 1e-3}}]
 }
-RAMP = {"batch__ramp": {"start_sequences": 4, "increment": 4, "samples": 64}}
+ENDED = {"batch__ramp": {"start_sequences": 4, "increment": 4, "samples": 64}}
+RAMP = {"batch__ramp": {"start_sequences": 4, "increment": 4, "samples": 120}}
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,8 @@ RAMP = {"batch__ramp": {"start_sequences": 4, "increment": 4, "samples": 64}}
         ({}, ""),
         (COUNTS, r'optimizer.schedule.counts = "sequences"'),
         (BY_TOKENS, "phase.late.start_tokens = 4096"),
-        (RAMP, ""),  # has ended
+        (ENDED, ""),
+        (RAMP, "batch.ramp"),
     ],
 )
 def test_a_changed_batch_moves_nothing_that_counts_what_was_read(
@@ -89,9 +91,10 @@ def test_a_changed_batch_moves_nothing_that_counts_what_was_read(
         resume._check_counts(found, changed)
         return
     with pytest.raises(
-        UserError, match=f"gives .* tokens in 20 steps, .*{counting}.*start_step = 21"
-    ):
+        UserError, match=f"reads .* samples in 20 steps, .*; {counting} "
+    ) as rejected:
         resume._check_counts(found, changed)
+    assert str(rejected.value).endswith("start_step = 21") == (counting != "batch.ramp")
 
 
 LATE = {

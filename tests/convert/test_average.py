@@ -110,7 +110,7 @@ def test_a_checkpoint_of_an_abandoned_branch_is_named(run: Path) -> None:
     for path in published(run / "checkpoints"):
         set_aside(path, "20261130T101500.0a")
     with pytest.raises(
-        UserError, match=r"has not saved one yet; .*, for example .*0030$"
+        UserError, match=r"has not saved a checkpoint yet; .*, for example .*0030$"
     ) as raised:
         open_checkpoint(run)
     assert open_checkpoint(Path(str(raised.value).split()[-1])).manifest.step == 30
@@ -125,7 +125,7 @@ def test_damaged_checkpoints_are_skipped(run: Path, capsys: pytest.CaptureFixtur
     file.write_bytes(content)
     assert open_checkpoint(run).manifest.step == 20
     skipped = (
-        f"warning: {file.parent} is damaged and skipped: {file} has changed since the save "
+        f"warning: {file.parent} is damaged and skipped: {file.name} has changed since the save "
         f"(SHA-256); using {run}/checkpoints/step-0000020"
     )
     assert capsys.readouterr() == ("", f"{skipped}\n")

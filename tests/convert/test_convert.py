@@ -871,7 +871,7 @@ def test_a_run_folder_as_initial_weights_names_its_newest_checkpoint(tmp_path: P
 
 
 UNSAVED = (
-    "has no checkpoint of its current branch, which has not saved one yet; use one of an earlier "
+    "has not saved a checkpoint yet; use one of an earlier "
     "branch, for example runs/branch/checkpoints/abandoned-20261130T1.0a-step-10000000"
 )
 
@@ -895,8 +895,8 @@ UNSAVED = (
             "runs/mine/checkpoints/step-0000003 does not exist in {cwd}; runs/mine/{saved}",
         ),
         ("elsewhere/new", "elsewhere/new does not exist in {cwd}; use for example {two}"),
-        ("runs/branch", f"runs/branch {UNSAVED}"),
-        ("runs/branch/checkpoints", f"runs/branch/checkpoints {UNSAVED}"),
+        ("runs/branch", f"the current branch of runs/branch {UNSAVED}"),
+        ("runs/branch/checkpoints", f"the current branch of runs/branch/checkpoints {UNSAVED}"),
     ],
 )
 def test_a_missing_checkpoint_is_named_with_those_that_exist(

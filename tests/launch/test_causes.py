@@ -51,7 +51,8 @@ def ends(*codes: int) -> list[RankEnd]:
         (AttemptResult(ends=ends(REJECTED)), REJECTED, [], False),
         (AttemptResult(ends=ends(BUSY)), BUSY, [], False),
         (AttemptResult(ends=ends(REJECTED), several_hosts=True), None, ["node1"], True),
-        (AttemptResult(ends=ends(1, STOPPED), several_hosts=True), None, ["node2"], True),
+        (AttemptResult(ends=ends(STOPPED, 1), several_hosts=True), None, ["node1"], True),
+        (AttemptResult(ends=ends(1, STOPPED), several_hosts=True), STOPPED, [], False),
         (AttemptResult(ends=ends(REJECTED, REJECTED), several_hosts=True), REJECTED, [], False),
         (AttemptResult(ends=ends(BUSY), several_hosts=True), BUSY, [], False),
         (

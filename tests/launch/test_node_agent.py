@@ -133,7 +133,7 @@ def test_an_agent_reports_beats_while_the_file_server_does_not_answer(
     shutil.copy(shutil.which("true") or "", program := tmp_path / "program")
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # tells that another process opens it
     with program.open("rb") as held:
-        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # whoever opens the program now waits
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)  # a process that opens it now waits
         start = {"do": "start", "attempt": 1, "command": [str(program)], "variables": {}}
         agent.send(start | {"standby": False, "ranks": [{"RANK": "0"}]})
         assert [agent.read() for _ in range(2)] == [{"is": "beat"}] * 2

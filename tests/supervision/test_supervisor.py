@@ -341,13 +341,12 @@ def test_a_hang_is_described_when_the_report_cannot_be_written(tmp_path: Path) -
 
 
 def test_files_of_an_earlier_hang_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "described").touch()
     report = HangReport(tmp_path, NAMES[:2], fresh_seconds=10)
     for rank in (0, 1):
         report.write((status(rank), "the stack"))
     before = time.time() - 60
     os.utime(tmp_path / "rank-00000.txt", (before, before))
-    (tmp_path / "described").touch()
-    os.utime(tmp_path / "described", (before, before))
     assert report.verdict(status(1))[0].startswith("rank 0 (node1) does not answer")
     assert report.verdict(status(1)) == ("", [])
 

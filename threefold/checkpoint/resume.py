@@ -32,7 +32,7 @@ from threefold.checkpoint.state import CheckpointReader, DamagedCheckpoint, newe
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import parse_recipe
 from threefold.config.optimization import MAX_RATE_CHANGE, learning_rate
-from threefold.config.phases import PhasePlan, Segment
+from threefold.config.phases import RAMP, PhasePlan, Segment
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import (
@@ -41,6 +41,7 @@ from threefold.run_folder.history import (
     Branch,
     History,
     Progress,
+    newest_abandoned,
     newest_step,
     published,
     set_aside,
@@ -249,22 +250,25 @@ def find(
 
 
 def _check_counts(point: ResumePoint, recipe: Recipe) -> None:
-    """Check that a changed batch moves nothing that counts what the run has read.
+    """Reject a recipe with another batch if a setting counts the samples read so far.
 
     Raises:
-        UserError: it does; the message names the key that counts.
+        UserError: a setting would take effect at other steps; the message names it.
     """
     if (earlier := point.earlier_recipe) is None:
         return
-    step, plan = point.progress.step, PhasePlan(recipe)
-    before, now = (each.tokens_before(step + 1) for each in (PhasePlan(earlier), plan))
+    step, plan, earlier_plan = point.progress.step, PhasePlan(recipe), PhasePlan(earlier)
+    before, now = earlier_plan.samples_before(step + 1), plan.samples_before(step + 1)
     counting = plan.counting_after(step)
+    if not counting and earlier_plan.counting_after(step) == RAMP:
+        counting = RAMP  # the changed ramp has ended, and that of the checkpoint has not
     if before != now and counting:
+        change = f", and change the batch in a [[phase]] with start_step = {step + 1}"
         raise UserError(
-            f"{point.path}: the batch of this recipe gives {now:,} tokens in {step:,} steps, and "
-            f"that of the checkpoint gives {before:,}, so that {counting} would be misplaced; use "
-            f"the [batch] of the checkpoint, and change it in a [[phase]] with start_step = "
-            f"{step + 1}"
+            f"{point.path}: this recipe reads {now:,} samples in {step:,} steps, and that of the "
+            f"checkpoint {before:,}; {counting} counts what the run has read, and would therefore "
+            f"take effect at other steps; use the [batch] and [[phase]] tables of the checkpoint"
+            f"{'' if counting == RAMP else change}"
         )
 
 
@@ -282,8 +286,7 @@ def _damage_message(folder: Path, resume: str, damages: Mapping[Path, str]) -> s
         begin = next((path for path in damages if path not in own), None)
         if begin is None:
             return f"{problem}; use --resume with a checkpoint from another folder, or {restart}"
-        is_gone = texts[begin] == "manifest.json is missing" and not begin.exists()
-        text = "does not exist any more" if is_gone else f"is damaged ({texts[begin]})"
+        text = f"is damaged ({texts[begin]})" if begin.exists() else "does not exist any more"
         return (
             f"{f'{problem}, and ' if own else ''}the current branch of this run begins at {begin}, "
             f"which {text}; put that checkpoint back, use --resume with another one"
@@ -296,12 +299,12 @@ def _damage_message(folder: Path, resume: str, damages: Mapping[Path, str]) -> s
 
 
 def _example(begin: Path, folder: Path, damages: Mapping[Path, str]) -> str:
-    """Return the newest other checkpoint of a run or, without one, of this folder, for a message.
+    """Return ", for example CHECKPOINT" with a checkpoint that is not known to be damaged, or "".
 
-    begin: a checkpoint of the run
+    It is the newest one of the run that has saved `begin`, or else of this folder.
     """
-    saves = [*sorted(folder.glob(ABANDONED)), *published(folder), *published(begin.parent)]
-    others = [path for path in saves if path not in damages]
+    saves = [newest_abandoned(folder), *published(folder), *published(begin.parent)]
+    others = [path for path in saves if path and path not in damages]
     return f", for example {others[-1]}" if others else ""
 
 
@@ -381,11 +384,15 @@ def _agreed(candidates: Callable[[], list[Path]]) -> list[Path]:
 
     NFS may list a folder as it was up to a minute ago, differently on each node.
     """
-    for _ in range(MAX_LISTINGS):
-        found = candidates()
-        everyones = gathered([path.name for path in found])
+    for number in range(MAX_LISTINGS):
+        listing = candidates()
+        everyones = gathered([path.name for path in listing])
         if all(names == everyones[0] for names in everyones):
-            return found
+            return listing
+        if number == 0 and dist.get_rank() == 0:
+            seconds = f"{MAX_LISTINGS * SECONDS_BETWEEN_TRIES:.0f} s"
+            print(f"the ranks see different checkpoints; listing them again for up to {seconds}",
+                  file=sys.stderr, flush=True)  # fmt: skip
         time.sleep(SECONDS_BETWEEN_TRIES)
     raise UserError(
         f"the ranks see different checkpoints ({sorted(map(tuple, everyones))}); use a --run-dir "
@@ -393,7 +400,7 @@ def _agreed(candidates: Callable[[], list[Path]]) -> list[Path]:
     )
 
 
-MAX_LISTINGS = 90
+MAX_LISTINGS = 90  # one a second; NFS keeps a listing for up to a minute
 SECONDS_BETWEEN_TRIES = 1.0
 SECONDS_BETWEEN_MESSAGES = 30.0
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from models.errors import UserError
 from threefold.config.loading import REPOSITORY, origin
-from threefold.launch.attempt import check_container, rank_command
+from threefold.launch.attempt import check_container, rank_command, resume_option
 from threefold.launch.connection import on_this_machine, over_srun, over_ssh
 from threefold.launch.hosts import read_hostfile, recipe_on_hosts, slurm_hosts
 from threefold.launch.launcher import Launcher, say
@@ -62,9 +62,11 @@ def prepare(options: argparse.Namespace) -> Launcher:
         options.recipe, options.set, options.hostfile, shares_machine=shares_machine, say=say
     )
     assert recipe.cluster
+    resume_option(options.resume, recipe)  # before anything is written
     Replanner(options.recipe, overrides).require_layout(origin(options.recipe, options.set))
     folder = RunFolder(options.run_dir or REPOSITORY / "runs" / recipe.name)
     lock_folder(folder, wait_seconds=options.wait_for_folder)
+    # A requeued job has the same options, and would forget the failures since its first start.
     is_requeued = os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
     if options.forget_failures and not is_requeued:
         folder.event("forget", 0)

@@ -266,6 +266,9 @@ class Segment:
         return table
 
 
+RAMP = "batch.ramp"
+
+
 class PhaseRejected(Exception):
     """The recipe of a phase is not valid.
 
@@ -361,7 +364,7 @@ class PhasePlan:
         )
 
     def counting_after(self, step: int) -> str:
-        """Return a setting that counts what the run reads, and matters after a step; or ""."""
+        """Return a setting after a step that depends on the samples read so far; or ""."""
         for segment in self.segments:
             if segment.last > step and segment.recipe.optimizer.schedule.counts == "sequences":
                 return 'optimizer.schedule.counts = "sequences"'
@@ -369,7 +372,7 @@ class PhasePlan:
             if phase.start_tokens is not None:
                 return f"{phase.key}.start_tokens = {phase.start_tokens}"
         if self.recipe.batch.ramp and self.at(step + 1) not in self.phases:
-            return "batch.ramp"
+            return RAMP
         return ""
 
     @property

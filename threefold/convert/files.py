@@ -221,7 +221,7 @@ def undamaged(run: Path, count: int) -> list[CheckpointReader]:
     if readers := list(islice(newest, count)):
         used = a_few([str(reader.path) for reader in readers])
         for path, damage in damages.items():
-            text = f"{path} is damaged and skipped: {damage}; using {used}"
+            text = f"{path} is damaged and skipped: {damage.replace(f'{path}/', '')}; using {used}"
             print(f"warning: {text}", file=sys.stderr, flush=True)
         return readers
     _check_present(saves)

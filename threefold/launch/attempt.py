@@ -357,7 +357,7 @@ def resume_option(resume: str, recipe: Recipe) -> str:
     if resume == "never":
         raise UserError(
             f"--resume never is not supported, because launch.py holds the run folder; use another "
-            f"one, for example --run-dir runs/{recipe.name}-2, or rename that of the earlier run"
+            f"folder, for example --run-dir runs/{recipe.name}-2, or rename that of the earlier run"
         )
     return "auto" if resume == "auto" else str(Path(resume).absolute())
 

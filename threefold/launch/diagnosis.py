@@ -148,10 +148,12 @@ def diagnose(outcome: AttemptResult) -> Diagnosis:
 def _is_of_one_host(outcome: AttemptResult, final: RankEnd) -> bool:
     """Return True if only the ranks of one host have rejected the run or stopped.
 
-    All ranks find or share the problems of a run. The cause is therefore on the host: it has no
-    driver, or cannot read its corpus or the checkpoints.
+    The ranks of all hosts report a problem of the recipe or of the run. If only one host reports
+    it, the host is the cause: for example, it has no driver, or cannot read the corpus. A single
+    rank may report a lack of memory, a locked folder, or what follows another rank's failure.
     """
-    if not outcome.several_hosts or outcome.out_of_memory or final.code == BUSY:
+    first = next(end for end in outcome.ends if end.code != FINISHED)
+    if first.code not in (REJECTED, STOPPED) or not outcome.several_hosts or outcome.out_of_memory:
         return False
     return {end.host for end in outcome.ends if end.code in FINAL} == {final.host}
 

@@ -186,7 +186,7 @@ def recipe_on_hosts(
                 say(f"continuing on {counted(len(slots), 'host')} ({minimum}): {not_used.pop(0)}")
             for message in not_used:
                 say(message)
-    _reject(problems)
+    _raise_problems(problems)
     return recipe, overrides
 
 
@@ -200,10 +200,10 @@ def check_before_hosts(recipe: Recipe, name: str) -> None:
         UserError: the recipe is rejected.
     """
     mistakes, _ = _check(recipe, name, {}, shares_machine=False)
-    _reject(mistakes)
+    _raise_problems(mistakes)
 
 
-def _reject(problems: Sequence[str]) -> None:
+def _raise_problems(problems: Sequence[str]) -> None:
     """Raise a UserError with all problems, if there are any."""
     if problems:
         several = [f"{len(problems)} problems"] if len(problems) > 1 else []
@@ -447,7 +447,7 @@ class Nodes:
         self.gpu_errors += [(host, str(text), bool(severe)) for text, severe in content["errors"]]
 
     def _poll(self) -> None:
-        # First the reports, which may have waited while launch.py was busy; then the silent hosts.
+        # Read the reports before looking for silent hosts; they wait while launch.py is busy.
         for report in self.connections.reports():
             if report.content is None:
                 self.drop(report.host)

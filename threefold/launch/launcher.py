@@ -420,7 +420,7 @@ class Launcher:
     def _events_of(self, attempt: Attempt) -> list[dict[str, Any]]:
         """Return the events since the start of an attempt; read the file only if it has grown."""
         try:
-            # Opening the file makes NFS ask the server; its cached size could be out of date.
+            # Opening the file makes NFS ask the server; the size in its cache may be out of date.
             with self.folder.events.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
         except OSError:  # the file server does not answer, or nothing has been written

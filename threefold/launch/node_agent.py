@@ -267,6 +267,7 @@ class ServerProcess:
 
 SECONDS_BETWEEN_CHECKS = 0.5
 SECONDS_BETWEEN_BEATS = 1.0  # while a command takes long
+MAX_SECONDS_BUSY = 1800.0  # after which the node counts as lost
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
@@ -300,8 +301,8 @@ class NodeAgent:
         self.gpus = GpuWatch()
         self._heard_at = time.monotonic()
         self._rest = b""  # of a line that has not arrived completely
-        self._busy_since = math.inf
-        self._writing = threading.Lock()
+        self._busy_since = math.inf  # start of this round of commands; inf while waiting for one
+        self._writing = threading.Lock()  # one report at a time
 
     def run(self) -> NoReturn:
         """Carry out commands until the input ends, or none has come for too long."""
@@ -337,7 +338,7 @@ class NodeAgent:
     def _beat_while_busy(self) -> None:
         while True:
             time.sleep(SECONDS_BETWEEN_BEATS)
-            if time.monotonic() - self._busy_since >= SECONDS_BETWEEN_BEATS:
+            if SECONDS_BETWEEN_BEATS <= time.monotonic() - self._busy_since <= MAX_SECONDS_BUSY:
                 with contextlib.suppress(OSError):  # launch.py has ended
                     self._write({"is": "beat"})
 
@@ -450,6 +451,7 @@ class NodeAgent:
 
     def leave(self) -> NoReturn:
         """Ask the ranks to save and stop, kill those that do not, and end this process."""
+        self._busy_since = math.inf
         self.standby.kill()
         self.gpus.stop()
         self.signal(signal.SIGTERM)

@@ -49,14 +49,14 @@ RUN_FILES = {
 }
 BEFORE_A_RUN = {"lock", "attempts.jsonl", "hang-at-start", "wandb", "lost+found"}
 LOG_SUFFIXES = {".log", ".out", ".err", ".txt"}
-RECIPE_FILES = ("recipe.toml", "launched.toml")  # that a run writes
+RECIPE_FILES = ("recipe.toml", "launched.toml")  # written by pretrain.py and launch.py
 
 
 def run_folder_of(recipe: Path) -> Path | None:
-    """Return the run folder whose recipe a file is; None if a run has not written the file."""
+    """Return the folder of the run that has written this recipe; None for any other file."""
     folder = recipe.parent
-    has_lines = any((folder / name).is_file() for name in ("metrics.jsonl", "events.jsonl"))
-    return folder if recipe.name in RECIPE_FILES and has_lines else None
+    has_run = any((folder / name).is_file() for name in ("metrics.jsonl", "events.jsonl"))
+    return folder if recipe.name in RECIPE_FILES and has_run else None
 
 
 class RunFolder:

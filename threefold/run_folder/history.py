@@ -223,8 +223,8 @@ def no_checkpoint(path: Path) -> str:
         problem = f"{path} {why_no_folder(path)}"
     elif abandoned := newest_abandoned(path / "checkpoints") or newest_abandoned(path):
         return (
-            f"{path} has no checkpoint of its current branch, which has not saved one yet; use one "
-            f"of an earlier branch, for example {abandoned}"
+            f"the current branch of {path} has not saved a checkpoint yet; use one of an earlier "
+            f"branch, for example {abandoned}"
         )
     elif path.is_dir():
         problem = f"{path} has no checkpoint: neither manifest.json nor checkpoints/step-..."

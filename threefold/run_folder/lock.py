@@ -235,7 +235,7 @@ class FolderLock:
         file = self.shared if self._stream is not None else self.exclusive
         while not self._released.wait(BEAT_SECONDS):
             if self._was_taken_over(file) and not self._released.is_set():
-                text = f"{self.folder} was taken over by another run; exiting\n"
+                text = f"{self.folder} was taken over by another run; use another --run-dir\n"
                 os.write(2, text.encode(errors="backslashreplace"))
                 os._exit(LOST)
             with contextlib.suppress(OSError):
@@ -248,8 +248,9 @@ class FolderLock:
     def _was_taken_over(self, file: Path) -> bool:
         """Return True if another run took the folder over.
 
-        This process was suspended for long, or runs of several nodes hold the lock: on some mounts
-        (`localflock` of Lustre, `local_lock=flock` of NFS), flock locks a file for one node only.
+        This happens if this process was suspended for long, or if flock locks a file for one node
+        only (`localflock` of Lustre, `local_lock=flock` of NFS) and a run on another node has the
+        lock, too.
         """
         try:
             seen = _look(file)

@@ -296,7 +296,8 @@ def start_processes(
     # Building DeepSpeed's shared-memory operations needs a compiler and a minute, and their
     # all-reduce supports only one group. Reading this table would probe each operation.
     deepspeed.ops.__compatible_ops__ = {}
-    # A standby process has imported torch, which reads the variable, before it was set.
+    # torch reads OMP_NUM_THREADS when it is imported, which a standby process has done before the
+    # variable was set.
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads):
         torch.set_num_threads(int(threads))
@@ -317,10 +318,10 @@ def start_processes(
             f"MASTER_PORT = {os.environ['MASTER_PORT']} is used by another process on this node, "
             f"perhaps by another run; use a free port: {port_option(free_port())}"
         ) from None
-    limit, torch_groups = collective_timeout(patience_seconds), dist.distributed_c10d
-    torch_groups._set_pg_timeout(limit)
-    # Groups that are created without a time limit, also by DeepSpeed, get these.
-    torch_groups.default_pg_timeout = torch_groups.default_pg_nccl_timeout = limit
+    limit, c10d = collective_timeout(patience_seconds), dist.distributed_c10d
+    c10d._set_pg_timeout(limit)
+    # Also the limit of groups that are created later without one, such as DeepSpeed's.
+    c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit
 
 
 def port_option(port: int) -> str:

@@ -85,7 +85,6 @@ class ForkedRanks:
             resource_tracker.ensure_running()  # its start would unblock the signal
             with environment(variables), interrupts_blocked():
                 forkserver.ensure_running()
-            atexit.register(_end_fork_server)
         # A plain pickle copies tensors, whereas multiprocessing would share their memory.
         work, port = pickle.dumps((function, arguments)), free_port()
         try:
@@ -162,8 +161,12 @@ class ForkedRanks:
             self.pipes.popitem()[1].close()
 
 
+@atexit.register
 def _end_fork_server() -> None:
-    """Kill the fork server, which otherwise ends, and closes its output, only after its imports."""
+    """Kill the fork server.
+
+    It would end only after its imports, and keep the output of this process open until then.
+    """
     server: Any = forkserver._forkserver
     if (process := server._forkserver_pid) is not None:
         os.kill(process, signal.SIGKILL)

@@ -335,11 +335,15 @@ class HangReport:
 
     def __init__(self, folder: Path, names: Sequence[str], *, fresh_seconds: float = math.inf):
         self.folder, self.names, self.fresh_seconds = folder, names, fresh_seconds
+        self._has_written = False
 
     def write(self, status: tuple[RankStatus, str]) -> None:
         """Write the activity of a rank and its stack; a later call replaces the file."""
         about, stack = status
         self.folder.mkdir(exist_ok=True)
+        if not self._has_written:
+            self._has_written = True
+            self._described.unlink(missing_ok=True)  # left by an earlier hang
         file = self._file(about.rank)
         temporary = file.with_suffix(".writing")
         temporary.write_text(
@@ -349,6 +353,7 @@ class HangReport:
 
     def take_back(self, rank: int) -> None:
         """Remove the file of a rank that makes progress again."""
+        self._has_written = False
         self._file(rank).unlink(missing_ok=True)
 
     def verdict(self, own: RankStatus) -> tuple[str, list[int]]:
@@ -377,15 +382,11 @@ class HangReport:
         return "; ".join(parts), ranks_behind(statuses, len(self.names))
 
     def _is_first(self, rank: int) -> bool:
-        """Return True if no other rank has described this hang, or if that is unknown."""
-        described = self.folder / "described"
+        """Return True if no other rank has described this hang, or if this rank has no file."""
         try:
-            described.touch(exist_ok=False)
+            self._described.touch(exist_ok=False)
         except FileExistsError:
-            with contextlib.suppress(OSError):  # this rank could not write a file
-                if described.stat().st_mtime >= self._file(rank).stat().st_mtime:
-                    return False
-                described.touch()  # it was left by an earlier hang
+            return not self._file(rank).exists()
         except OSError:
             pass
         return True
@@ -402,6 +403,11 @@ class HangReport:
             if status.rank < len(self.names):
                 statuses[status.rank] = status
         return statuses
+
+    @property
+    def _described(self) -> Path:
+        """The file of the first rank that describes the hang, without content."""
+        return self.folder / "described"
 
     def _file(self, rank: int) -> Path:
         return self.folder / f"rank-{rank:05d}.txt"

@@ -11,9 +11,9 @@ from statistics import median
 from threefold.config.parallel_dims import ParallelDims
 from threefold.config.sections import Supervision
 
-USUAL_LOSSES = 64  # of the newest steps, whose median is the usual loss
+USUAL_LOSSES = 64  # the usual loss is the median of at most this many of the newest losses
 LOSSES_NEEDED = 16  # before a spike can be told from the usual loss
-STEPS_REMEMBERED = 100_000  # more than between two checkpoints
+STEPS_REMEMBERED = 100_000  # more than a rollback removes
 
 
 class Severity(IntEnum):
@@ -91,7 +91,7 @@ class LossWatch:
         return None
 
     def rolled_back(self, step: int) -> None:
-        """Forget what follows a step, as a process does that is started after the rollback."""
+        """Remove the losses after a step, so that the usual loss is that of a run resumed there."""
         self.bad_steps = 0
         while self._losses and self._losses[-1][0] > step:
             self._losses.pop()

@@ -101,7 +101,7 @@ NO_SIGNAL = b"\0"  # wakes the thread without a signal
 SECONDS_BEFORE_WATCHDOG = 8  # delay of the watchdog, because reports of ranks say more
 RECORDER_SECONDS = 10  # at most, to read the flight recorder
 REPORT_SECONDS = 5  # for the report of a hang, before a rank ends without it
-SECONDS_TO_READ_RANK = 0.005  # in addition, for the file of each rank
+SECONDS_PER_REPORT = 0.005  # to read one rank's file; added to these two for each rank
 WATCHDOG = Path(__file__).with_name("watchdog.py")
 
 
@@ -145,7 +145,7 @@ class Supervisor:
         self._seen = -1  # the crumb's count a second ago
         self._still = 0  # seconds since the crumb's count changed
         self._idle = 0  # likewise, without the seconds in which the rank waited for a disk
-        self._reported = self._ending = self._leaves_report = False
+        self._reported = self._ending = False
         self._report = HangReport(folder.path / "hang-at-start", self.names)
         self._disk = Background("hang report")
         self._trouble = ""
@@ -284,7 +284,7 @@ class Supervisor:
         A rank that waits for a disk does not end, but reports its activity for the ranks that wait
         for it in a collective. It does so again after each half of the limit, because peers ignore
         old reports. If all ranks wait together for space on a full disk, none reports. Writing a
-        report may block, so a rank ends soon after the limit all the same.
+        report may block, so a rank ends soon after the limit in any case.
         """
         limit = self.limit  # read before the crumb, because `expect_steps` changes the crumb first
         moved, self._seen = self.crumb.count != self._seen, self.crumb.count
@@ -305,14 +305,13 @@ class Supervisor:
             self._ending = True
             Background("end of a hang").run(self._end)
         elif self._idle >= limit + REPORT_SECONDS + self._seconds_to_read:
-            if not self._leaves_report:
-                self._say_hung("the run folder does not answer")
+            self._say_hung("the run folder does not answer")
             end_process(HUNG)
 
     @property
     def _seconds_to_read(self) -> float:
         """The time in which a rank can read the reports of all ranks."""
-        return len(self.names) * SECONDS_TO_READ_RANK
+        return len(self.names) * SECONDS_PER_REPORT
 
     def _write_report(self) -> None:
         """Write this rank's activity.
@@ -334,9 +333,9 @@ class Supervisor:
         except Exception as problem:  # an unreadable report must not keep the rank alive
             self._say_hung(f"the ranks' reports cannot be read ({problem})")
         else:
-            if not verdict:
-                self._leaves_report = True  # launchers end all ranks when the first one exits
-                return
+            if not verdict:  # launchers end all ranks when the one that describes the hang exits
+                time.sleep(2 + self._seconds_to_read)
+                end_process(HUNG)
             self._say_hung("", verdict, behind)
         end_process(HUNG)
 

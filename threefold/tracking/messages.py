@@ -310,19 +310,24 @@ def _same_learning_rates(one: Recipe, other: Recipe) -> bool:
 
 
 def goodput_line(events: Sequence[dict[str, Any]], metrics: Iterable[dict[str, Any]]) -> str:
-    """Return a line about the wall time until the last end; empty if the run started only once."""
+    """Return a line about the wall time of a run until its last end.
+
+    It is empty if the run has not ended, or has started only once.
+    """
     ends = [
-        place
-        for place, event in enumerate(events)
+        index
+        for index, event in enumerate(events)
         if event["event"] == "end" and number(event.get("time")) is not None
     ]
     if not ends:
         return ""
     # Later starts, such as those of a branch that was given up, are not part of the finished run.
-    wall_time = WallTime(events[: ends[-1] + 1], metrics)
+    last = events[ends[-1]]
+    kept = [line for line in metrics if line["step"] <= last["step"]]
+    wall_time = WallTime(events[: ends[-1] + 1], kept)
     if wall_time.starts < 2:
         return ""
-    end = events[ends[-1]]["time"]
+    end = last["time"]
     shares = wall_time.shares(end)
     paused = f"; not counted: {_time_text(wall_time.paused)} in which the run was stopped"
     return (

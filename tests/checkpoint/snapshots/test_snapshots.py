@@ -73,7 +73,9 @@ def train(recipe: Recipe, run: Path, memories: list[Path], steps: int, **setting
     with CheckpointWriter(engine.state, folder, **facts) as writer:
         if "full" in settings:
             writer._try_to_write = lambda *_: "no quota"  # type: ignore[method-assign]
+        (memory.folder / "step-0000001-1-ab.incomplete").mkdir()
         snapshots = SnapshotWriter(writer, memory, every=1, step=0, ranks_per_node=1)
+        assert not list(memory.folder.glob("step-*"))
         for step in range(1, steps + 1):
             train_step(engine, data, step)
             assert snapshots.is_due(step)

@@ -160,7 +160,7 @@ class SnapshotWriter:
         copies = 1 if dist.get_world_size() == ranks_per_node else 2
         self.files_per_node = copies * ranks_per_node
         self.leads_node = dist.get_rank() % ranks_per_node == 0
-        if self.leads_node:  # the ranks of an earlier attempt may have been killed in a snapshot
+        if self.leads_node:  # an earlier attempt may not have completed its last snapshot
             memory.clean(keep="", incomplete_only=True)
         self.problem = ""  # of a snapshot that has failed; the same on all ranks
         self._told = False

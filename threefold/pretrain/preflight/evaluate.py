@@ -313,11 +313,11 @@ def planned(
     """
     if machine is None or machine.gpu.device == "cpu":  # CPUs differ too much
         return Planned()
-    predicted = {TENSOR, DATA}
+    predicted = [TENSOR, DATA]
     # All pairs of an NCCL communicator get as few channels as its slowest pair (NCCL's
     # src/graph/paths.cc). Pairs therefore reach the planner's rates only in a world of one node.
     if dims.world_size <= machine.gpus_per_node:
-        predicted |= {NODE_LINK, PIPELINE}
+        predicted.append(NODE_LINK)
     rates = {
         measure: _link_rate(measure, machine, dims, size)
         for measure, size in links.bytes.items()
@@ -337,7 +337,7 @@ def planned(
 
 def _link_rate(measure: str, machine: Machine, dims: ParallelDims, size: int) -> float:
     """Return the rate of messages of `size` bytes in GB/s, as in `LinkReport`."""
-    if measure in (NODE_LINK, PIPELINE):
+    if measure == NODE_LINK:
         return 1e-9 * size / transfer_seconds(machine, size, stride=1)
     ranks, stride = {
         TENSOR: (dims.tensor, 1),
