@@ -301,13 +301,12 @@ def start_processes(
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdecimal() and int(threads):
         torch.set_num_threads(int(threads))
+    elif "OMP_NUM_THREADS" not in os.environ and not on_gpu():
+        torch.set_num_threads(cores_of_rank(os.environ, world))
     if on_gpu():
         torch.cuda.set_device(local_rank)
-    else:
-        if keeps_memory:
-            keep_memory()
-        if "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(cores_of_rank(os.environ, world))
+    elif keeps_memory:
+        keep_memory()
     try:
         with quiet():
             deepspeed.init_distributed(dist_backend="nccl" if on_gpu() else "gloo", verbose=False)
