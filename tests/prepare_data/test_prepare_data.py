@@ -785,7 +785,10 @@ def test_nothing_is_lost_under_kills(tmp_path: Path) -> None:
     assert report.kills.total() == 2 and report.corpora
 
 
-def test_the_ledger_lists_the_samples_of_a_step(prepared: Path, tmp_path: Path) -> None:
+def test_the_ledger_lists_the_samples_of_a_step(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_data, "REPOSITORY", tmp_path)  # whose runs/tiny may exist
     table = changed(
         small_recipe(prepared / "out"), model__vocab_size=300, training__evaluate_every=0
     )
