@@ -1,8 +1,9 @@
 """The point from which a run resumes, with settings that have changed since."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,19 +207,61 @@ def test_all_ranks_learn_of_damage(
     rank: int, damaged_share: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that did not learn of it would resume from a checkpoint that the others skip."""
-
-    def damages(checkpoint: Path, *, share: int, shares: int, note: object) -> Iterator[str]:
-        assert shares == 3
-        return iter([f"{checkpoint} is damaged"] if share == damaged_share else [])
-
-    def gather(everyones: list[str | None], own: str | None, group: None) -> None:
-        reports = [next(damages(HERE, share=n, shares=3, note=None), None) for n in range(3)]
-        assert own == reports[rank]
-        everyones[:] = reports
-
-    monkeypatch.setattr(resume, "find_damages", damages)
-    monkeypatch.setattr(dist, "get_rank", lambda: rank)
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 3)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
+    everyones = damages_by_rank(monkeypatch, damaged_share)
     expected = None if damaged_share is None else f"{HERE} is damaged"
-    assert find_damage(HERE) == expected
+    assert everyones[rank]() == expected
+
+
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_a_rank_that_cannot_read_a_share_fails_alone(
+    owner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint would be skipped, and steps lost, because one node reads wrongly."""
+    everyones = damages_by_rank(monkeypatch, owner, unreadable_for=owner)
+    for rank, find in enumerate(everyones):
+        if rank != owner:
+            assert find() is None
+    reader = (owner + 2) % 3
+    said = f"{HERE} is damaged; but rank {reader} has read the file without an error"
+    with pytest.raises(RuntimeError, match=said):
+        everyones[owner]()
+
+
+def damages_by_rank(
+    monkeypatch: pytest.MonkeyPatch, damaged_share: int | None, unreadable_for: int | None = None
+) -> list[Callable[[], str | None]]:
+    """Return `find_damage` of each of three ranks, one of whose shares is damaged.
+
+    Args:
+        unreadable_for: the only rank that finds the damage; None: all ranks find it
+    """
+    ranks = 3
+
+    def damage_found(rank: int, share: int) -> str | None:
+        found = share == damaged_share and unreadable_for in (None, rank)
+        return f"{HERE} is damaged" if found else None
+
+    own = [damage_found(rank, rank) for rank in range(ranks)]
+    again = [(rank + 1) % ranks for rank in range(ranks)]
+    confirmed = [damage_found(n, again[n]) if own[again[n]] else None for n in range(ranks)]
+
+    def find(rank: int) -> str | None:
+        collectives = iter([own, confirmed])  # the values of all ranks
+
+        def damages(checkpoint: Path, *, share: int, shares: int, note: object) -> Iterator[str]:
+            assert shares == ranks
+            found = damage_found(rank, share)
+            return iter([found] if found else [])
+
+        def gather(everyones: list[str | None], value: str | None, group: None) -> None:
+            values = next(collectives)
+            assert value == values[rank]
+            everyones[:] = values
+
+        monkeypatch.setattr(resume, "find_damages", damages)
+        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(dist, "get_world_size", lambda group=None: ranks)
+        monkeypatch.setattr(dist, "all_gather_object", gather)
+        return find_damage(HERE)
+
+    return [partial(find, rank) for rank in range(ranks)]

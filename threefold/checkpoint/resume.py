@@ -373,10 +373,31 @@ def abandon_others(folder: Path, point: ResumePoint, *, stamp: str) -> list[Path
 
 
 def find_damage(checkpoint: Path, note: Note = no_note) -> str | None:
-    """Return the first damage found in a checkpoint; collective, each rank verifies a share."""
+    """Return the first damage found in a checkpoint; collective, each rank verifies a share.
+
+    A share with a damage is read again by a distant rank, usually of another node. If that rank
+    finds none, the node of the first one cannot read the files, and the checkpoint is undamaged.
+
+    Raises:
+        RuntimeError: another rank can read this rank's share.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    own = next(find_damages(checkpoint, share=rank, shares=ranks, note=note), None)
-    return next((damage for damage in gathered(own) if damage), None)
+
+    def damage_in(share: int) -> str | None:
+        return next(find_damages(checkpoint, share=share, shares=ranks, note=note), None)
+
+    damages = gathered(damage_in(rank))
+    if not any(damages):
+        return None
+    distance = ranks // 2
+    again = (rank + distance) % ranks
+    confirmed = gathered(damage_in(again) if damages[again] else None)
+    if any(confirmed):
+        return next(filter(None, confirmed))
+    if damages[rank]:
+        reader = (rank - distance) % ranks
+        raise RuntimeError(f"{damages[rank]}; but rank {reader} has read the file without an error")
+    return None
 
 
 def _agreed(candidates: Callable[[], list[Path]]) -> list[Path]:
