@@ -24,6 +24,7 @@ from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.phases import PhasePlan
 from threefold.data.token_file import TokenFile
+from threefold.pretrain import after_step
 from threefold.pretrain.experiment import parse_command_line
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import published, step_of
@@ -680,6 +681,21 @@ def test_unreadable_validation_data_stop_the_run(
     assert "Traceback" not in outputs[0] and file in outputs[0]
     stop = RunFolder(tmp_path / "run").read_events()[-1]
     assert (stop["event"], stop["step"], stop["exit_code"]) == ("stop", 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("problem", "code"), [(OSError(5, "Input/output error", "x.bin"), 1), (UserError("x.bin"), 3)]
+)
+def test_only_an_io_error_lets_launch_py_start_the_run_again(
+    problem: Exception, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = mock.Mock()
+    monkeypatch.setattr(after_step, "exit_now", ended)
+    with after_step.stop_if_unreadable(mock.Mock(folder=RunFolder(tmp_path)), 7):
+        raise problem
+    ended.assert_called_once_with(code)
+    stop = RunFolder(tmp_path).read_events()[-1]
+    assert stop["exit_code"] == code and "x.bin" in stop["reason"]
 
 
 def test_a_damaged_wandb_id_is_rejected_before_the_run_begins(

@@ -256,6 +256,19 @@ def test_impossible_phases_are_rejected(small: dict[str, Any], name: str) -> Non
     assert message in str(raised.value)
 
 
+def test_no_phase_validates_on_what_an_earlier_one_has_trained_on(small: dict[str, Any]) -> None:
+    train, validation = small["data"]["train"][0]["path"], small["data"]["validation"]
+    swapped = {"train": [{"path": validation}], "validation": train}
+    with pytest.raises(UserError) as raised:
+        parse_recipe(staged(small, {"name": "late", "start_step": 9, "data": swapped}), "test")
+    assert str(raised.value) == (
+        f'test: phase "late": data.validation = "{train}" is a training corpus of phase "first"; '
+        f"use a file of its own, as prepare_data.py writes it"
+    )
+    swapped["validation"] = f"{validation}-2"
+    parse_recipe(staged(small, {"name": "late", "start_step": 9, "data": swapped}), "test")
+
+
 def test_a_phase_changes_the_weight_of_predictions_but_not_their_depth(
     small: dict[str, Any],
 ) -> None:

@@ -1,5 +1,6 @@
 import itertools
 import json
+import os
 import re
 import shutil
 from collections import Counter
@@ -603,3 +604,17 @@ def test_labels_beyond_the_end_of_the_corpus_do_not_count(small: dict[str, Any])
     assert count > length + 2 and tokens.shape == (1, length)
     assert (labels[0] < 0).sum(0).tolist() == [0, 0, 1, 2]
     assert (labels[0, -2:, 3] < 0).all()
+
+
+def test_overwritten_training_data_are_noticed(own_corpus: dict[str, Any], tmp_path: Path) -> None:
+    """A checkpoint would otherwise record data that the run has not read."""
+    data = TrainingData(parse_recipe(own_corpus, "test"), ParallelDims(), 0)
+    file = tmp_path / "data" / "train.bin"
+    assert data.fingerprint
+    data.check_unchanged()
+    os.utime(file, (0, 0))  # as programs do that keep a scratch disk from deleting it
+    data.check_unchanged()
+    with file.open("r+b") as stream:
+        stream.write(bytes(64))
+    with pytest.raises(UserError, match=r"/data/train: the tokens have been overwritten since"):
+        data.check_unchanged()

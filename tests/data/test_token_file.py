@@ -1,7 +1,11 @@
 """Token files compared with Megatron's own reader and writer."""
 
+import errno
 import os
+import shutil
+import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -224,3 +228,56 @@ def test_the_error_about_a_file_truncated_during_a_run_names_it(tmp_path: Path) 
     assert file.read(0, 50).tolist() == list(range(50))
     with pytest.raises(UserError, match=r"x\.bin ends before token 51; it had 100"):
         file.read(0, 51)
+
+
+def test_reads_are_continued_until_they_are_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux reads less than 2 GiB at once, and any file system may read less than asked for."""
+    write_token_file(tmp_path / "x", [np.arange(100)] * 3, vocab_size=100)
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda file, size, at: pread(file, min(size, 7), at))
+    file = TokenFile(tmp_path / "x")
+    assert file.read(3, 203).tolist() == [*range(3, 100), *range(100), *range(3)]
+    assert file.starts(0, 3).tolist() == [0, 100, 200, 300]
+    os.truncate(tmp_path / "x.bin", 100)
+    with pytest.raises(UserError, match=r"x\.bin ends before token 51"):
+        file.read(0, 51)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE])
+def test_a_read_is_repeated_while_a_file_server_fails_over(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_token_file(tmp_path / "x", [np.arange(100)], vocab_size=100)
+    file = TokenFile(tmp_path / "x")
+    shutil.copy(tmp_path / "x.bin", tmp_path / "y.bin")
+    (tmp_path / "y.bin").replace(tmp_path / "x.bin")  # what makes a handle stale
+    stale, waits = file._file._descriptor, []
+    inode, pread = os.fstat(stale).st_ino, os.pread
+
+    def read(descriptor: int, size: int, position: int) -> bytes:
+        is_over = len(waits) == 3 if code == errno.EIO else os.fstat(descriptor).st_ino != inode
+        if not is_over:
+            raise OSError(code, os.strerror(code))
+        return pread(descriptor, size, position)
+
+    monkeypatch.setattr(os, "pread", read)
+    monkeypatch.setattr(time, "sleep", waits.append)
+    assert file.read(0, 100).tolist() == list(range(100))
+    assert capsys.readouterr().err == (
+        f"{tmp_path}/x.bin cannot be read ({os.strerror(code)}); trying again for up to 60 s\n"
+    )
+    assert len(waits) == (3 if code == errno.EIO else 1)
+
+
+def test_an_error_that_stays_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_token_file(tmp_path / "x", [np.arange(100)], vocab_size=100)
+    file, waits = TokenFile(tmp_path / "x"), []
+    monkeypatch.setattr(os, "pread", mock.Mock(side_effect=OSError(errno.EIO, "Input/output")))
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with pytest.raises(OSError, match=r"\[Errno 5\] Input/output: '.*/x\.bin'"):
+        file.read(0, 100)
+    assert sum(waits) == 60

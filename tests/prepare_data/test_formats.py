@@ -125,6 +125,13 @@ def test_links_are_followed_and_files_count_once(
     assert texts(opened(f"{tmp_path}/in/**/*.jsonl"), 500) == TEXTS
     with pytest.raises(UserError, match="is named twice; name it once"):
         opened(tmp_path / "in", tmp_path / "elsewhere")
+    table().save_to_disk(str(tmp_path / "saved"))
+    (arrow,) = (tmp_path / "saved").glob("*.arrow")
+    for twice in ((tmp_path / "saved", arrow), (f"{tmp_path}/saved/", tmp_path / "saved")):
+        with pytest.raises(UserError, match=r"\.arrow is named twice; name it once"):
+            opened(*twice)
+    with pytest.raises(UserError, match="--source stdlib: stdlib is named twice"):
+        opened("stdlib", "stdlib")
     with pytest.raises(UserError, match="--source is empty"):
         opened("")
 
@@ -205,9 +212,12 @@ def test_parquet_with_bytes_that_are_not_utf_8(tmp_path: Path) -> None:
     assert texts(opened(tmp_path / "bad.parquet"), 1, skip=frozenset({"utf-8"})) == ["a"]
 
 
-@pytest.mark.parametrize("name", ["wiki.train.tokens", "wiki.train.raw", "wiki.train.raw.gz"])
+@pytest.mark.parametrize(
+    "name",
+    ["wiki.train.tokens", "wiki.train.raw", "wiki.train.raw.gz", "WIKI.TXT.GZ", "\udce9.txt.gz"],
+)
 def test_plain_text_has_any_of_its_suffixes(name: str, tmp_path: Path) -> None:
-    pack = gzip.compress if name.endswith(".gz") else bytes
+    pack = gzip.compress if name.lower().endswith(".gz") else bytes
     (tmp_path / name).write_bytes(pack(b"one\ntwo\n"))
     assert texts(opened(tmp_path / name), 1) == ["one", "two"]
 

@@ -40,6 +40,7 @@ from threefold.prepare_data.documents import PROBLEM_KINDS
 from threefold.prepare_data.formats import TextLines
 from threefold.prepare_data.sample_lookup import samples_of
 from threefold.prepare_data.tokenization import Tokenization
+from threefold.prepare_data.tokenizer import save_tokenizer
 from threefold.prepare_data.workspace import LOCK_TEXT
 from threefold.run_folder.folder import RunFolder, run_folder_of
 
@@ -542,6 +543,18 @@ def test_a_full_disk_is_named_with_what_stays(
     assert (
         "a file cannot be read or written (I/O)" in done.stderr and "full disk" not in done.stderr
     )
+
+
+def test_a_disk_that_is_full_when_a_tokenizer_is_saved_is_named(tmp_path: Path) -> None:
+    """The tokenizers library raises a plain Exception."""
+    full = mock.Mock()
+    full.save_pretrained.side_effect = Exception("No space left on device (os error 28)")
+    with pytest.raises(OSError, match=r"No space left on device: '.*/tokenizer\.json'") as raised:
+        save_tokenizer(full, tmp_path)
+    assert raised.value.errno == errno.ENOSPC
+    full.save_pretrained.side_effect = Exception("a bug")
+    with pytest.raises(Exception, match="a bug"):
+        save_tokenizer(full, tmp_path)
 
 
 def test_a_fraction_that_leaves_a_part_empty_is_rejected_before_the_work(

@@ -13,6 +13,7 @@ from tests.commands import run_here
 from tests.pretrain.evaluation.text_corpus import write_text_corpus
 from threefold.commands import prepare_data
 from threefold.data.tasks import read_items
+from threefold.prepare_data import tasks
 from threefold.prepare_data.tasks import (
     CHOICES,
     CONTEXT_LINES,
@@ -35,8 +36,12 @@ def command(*arguments: object) -> subprocess.CompletedProcess[str]:
     return run_here(prepare_data.main, "tasks", *arguments)
 
 
+def all_text(corpus: Path) -> str:
+    return "\n\n".join(text for texts in validation_texts(corpus) for text in texts)
+
+
 def test_next_lines_are_lines_of_the_corpus(corpus: Path) -> None:
-    text = "\n\n".join(validation_texts(corpus))
+    text = all_text(corpus)
     items = make_items(corpus, next_line, count=50)
     assert items == make_items(corpus, next_line, count=50)
     for item in items:
@@ -49,10 +54,22 @@ def test_next_lines_are_lines_of_the_corpus(corpus: Path) -> None:
 
 
 def test_last_words_are_in_their_prompts(corpus: Path) -> None:
-    text = "\n\n".join(validation_texts(corpus))
+    text = all_text(corpus)
     for item in make_items(corpus, last_word, count=20):
         assert f"{item['prompt']} {item['answer']}\n" in f"{text}\n"
         assert item["answer"] in item["prompt"]
+
+
+def test_few_documents_of_a_large_corpus_are_read_at_a_time(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (whole,) = validation_texts(corpus)
+    monkeypatch.setattr(tasks, "DOCUMENTS_AT_ONCE", 4)
+    lists = list(validation_texts(corpus))
+    assert len(whole) > 8 and {len(texts) for texts in lists} <= {3, 4}
+    assert sorted(text for texts in lists for text in texts) == sorted(whole)
+    items = make_items(corpus, next_line, count=30)
+    assert len({item["prompt"] for item in items}) == 30
 
 
 def test_the_command_writes_a_task_once(corpus: Path, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -17,7 +18,13 @@ from pydantic import ValidationError
 from models.errors import UserError
 from threefold.config.optimization import learning_rate
 from threefold.config.recipe import Recipe
-from threefold.config.sections import CHANGEABLE, FIRST_PHASE, Phase, with_current_keys
+from threefold.config.sections import (
+    CHANGEABLE,
+    FIRST_PHASE,
+    Phase,
+    repository_path,
+    with_current_keys,
+)
 
 # The table of each phase: the recipe's own table, with the changes of this and earlier phases.
 
@@ -475,6 +482,7 @@ def _segments(recipe: Recipe) -> tuple[Segment, ...]:
     schedules = [phase.first for phase in tables if phase.begins_schedule]
     segments: list[Segment] = []
     read = 0  # sequences since the schedule began
+    trained: dict[Path, str] = {}  # corpus -> the first phase that trains on it
     for number, (phase, following) in enumerate(zip(tables, [*tables[1:], None], strict=True)):
         last = following.first - 1 if following else steps
         first_of_schedule = max(first for first in schedules if first <= phase.first)
@@ -494,6 +502,15 @@ def _segments(recipe: Recipe) -> tuple[Segment, ...]:
             )
             read += segments[-1].steps * sequences
         _check_phase(recipe, segments[-1], phase)
+        data = segments[-1].recipe.data
+        for source in data.train:
+            trained.setdefault(repository_path(source.path), phase.name)
+        for path in data.validation_sets.values():
+            if earlier := trained.get(repository_path(path)):
+                raise UserError(
+                    f'{_about_phase(phase.name)}data.validation = "{path}" is a training corpus of '
+                    f'phase "{earlier}"; use a file of its own, as prepare_data.py writes it'
+                )
     return tuple(segments)
 
 

@@ -137,7 +137,8 @@ class Data(Section):
     validation: str | dict[str, str] | None = None
     """Path of the validation file, without .bin or .idx, or a table with a name and a path for each
     of several sets: `{ code = "data/code/validation", web = "data/web/validation" }`. No validation
-    file may be a training corpus. Leave it out to train without validation."""
+    file may be a training corpus of the same or an earlier phase. Leave it out to train without
+    validation."""
 
     tokenizer: PathText
     """Folder of the tokenizer. Its hash must equal the one in the manifests of the corpora."""

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from models.context_parallel.division import Division, Lengths, Slices, divide, rank_work
-from models.errors import UserError, counted
+from models.errors import UserError, a_few, counted
 from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo
 from threefold.config.parallel_dims import ParallelDims
 from threefold.config.phases import PhasePlan, Segment
@@ -192,6 +192,21 @@ class TrainingData:
     def fingerprint(self) -> dict[str, Any]:
         """The fingerprint of the data that the run reads; hashes the files on first use."""
         return fingerprint(self.recipe)
+
+    def check_unchanged(self) -> None:
+        """Check that the training data still is what `fingerprint` describes.
+
+        Only files that have been written since they were opened are read again.
+
+        Raises:
+            UserError: a file has other content.
+        """
+        written = {str(view.file.path) for view in self._opened.values() if view.file.is_written}
+        if written and fingerprint(self.recipe) != self.fingerprint:
+            raise UserError(
+                f"{a_few(sorted(written))}: the tokens have been overwritten since the run began; "
+                f"restore the file, and rerun the same command to resume"
+            )
 
     def resume(self, progress: Progress, dims: ParallelDims | None = None) -> None:
         """Continue from where a run stopped; the next step reads the next sample.

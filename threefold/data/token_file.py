@@ -14,9 +14,13 @@
 | 8 (n+1)  | int64     | index of the first sequence of each document     |
 """
 
+import contextlib
+import errno
 import hashlib
 import os
 import struct
+import sys
+import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -32,6 +36,70 @@ TOKEN_CODES = {"<u2": 8, "<i4": 4}
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # Megatron's format stores lengths as int32
 INDEX_ENTRIES_PER_WRITE = 2**20
 ENTRIES_PER_CHECK = 2**16  # of a column of the index; arrays of this size stay in the cache
+READ_TRIES, SECONDS_BETWEEN_TRIES = 13, 5.0  # a file server's failover takes up to a minute
+
+
+class PositionedFile:
+    """A file that is read at given positions.
+
+    A failed read is repeated for a minute: while a file server fails over, reads end with an I/O
+    error, or with one about a stale handle, for which the file is opened again.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY)
+        self._written = os.fstat(self._descriptor).st_mtime_ns
+
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptor"):
+            os.close(self._descriptor)
+
+    @property
+    def size(self) -> int:
+        """The present size in bytes."""
+        return os.fstat(self._descriptor).st_size
+
+    @property
+    def is_written(self) -> bool:
+        """True if the file has been written, or only touched, since it was opened."""
+        return os.fstat(self._descriptor).st_mtime_ns != self._written
+
+    def read(self, size: int, position: int) -> bytes:
+        """Return `size` bytes from a position on; fewer only if the file ends there.
+
+        Raises:
+            OSError: the file cannot be read; the error names it.
+        """
+        content = self._patient_read(size, position)
+        if len(content) == size:
+            return content
+        blocks = [content]
+        while blocks[-1] and size > len(blocks[-1]):  # Linux reads less than 2 GiB at once
+            size, position = size - len(blocks[-1]), position + len(blocks[-1])
+            blocks.append(self._patient_read(size, position))
+        return b"".join(blocks)
+
+    def _patient_read(self, size: int, position: int) -> bytes:
+        """Return at most `size` bytes from a position on; none only at the end of the file."""
+        for tries_left in reversed(range(READ_TRIES)):
+            try:
+                return os.pread(self._descriptor, size, position)
+            except OSError as error:
+                problem = error
+            if not tries_left:
+                break
+            if tries_left == READ_TRIES - 1:
+                seconds = f"{tries_left * SECONDS_BETWEEN_TRIES:.0f} s"
+                print(f"{self.path} cannot be read ({problem.strerror}); trying again for up to "
+                      f"{seconds}", file=sys.stderr, flush=True)  # fmt: skip
+            time.sleep(SECONDS_BETWEEN_TRIES)
+            if problem.errno == errno.ESTALE:
+                with contextlib.suppress(OSError):
+                    opened = os.open(self.path, os.O_RDONLY)
+                    os.dup2(opened, self._descriptor, inheritable=False)
+                    os.close(opened)
+        raise OSError(problem.errno, problem.strerror, str(self.path))
 
 
 class TokenFile:
@@ -82,22 +150,22 @@ class TokenFile:
         last = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
         _check_size(file, last if self.sequences else 0)
         self.count = file.stat().st_size // self.dtype.itemsize
-        self._file = os.open(file, os.O_RDONLY)
-        self._index_file = os.open(self._index, os.O_RDONLY)
+        self._file, self._index_file = PositionedFile(file), PositionedFile(self._index)
 
-    def __del__(self) -> None:
-        for name in ("_file", "_index_file"):
-            if hasattr(self, name):
-                os.close(getattr(self, name))
+    @property
+    def is_written(self) -> bool:
+        """True if a file has been written, or only touched, since it was opened."""
+        return self._file.is_written or self._index_file.is_written
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return the tokens start .. stop - 1, across documents, in the file's type.
 
         Raises:
             UserError: the file has become shorter.
+            OSError: the file cannot be read.
         """
         size = self.dtype.itemsize
-        content = os.pread(self._file, (stop - start) * size, start * size)
+        content = self._file.read((stop - start) * size, start * size)
         if len(content) < (stop - start) * size:
             raise UserError(
                 f"{self.path}.bin ends before token {stop}; it had {self.count} when the run began"
@@ -161,9 +229,9 @@ class TokenFile:
 
     def _entry(self, position: int, number: int) -> int:
         """Read an entry of a column of int64 that begins at a position of the index."""
-        content = os.pread(self._index_file, 8, position + 8 * number)
+        content = self._index_file.read(8, position + 8 * number)
         if len(content) < 8:
-            raise self._shorter(os.fstat(self._index_file).st_size)
+            raise self._shorter(self._index_file.size)
         return int.from_bytes(content, "little", signed=True)
 
     def range_of(self, document: int) -> tuple[int, int]:
@@ -215,7 +283,7 @@ class TokenFile:
             UserError: the index is damaged.
         """
         position = HEADER.size + 12 * self.sequences
-        for first, after in _blocks(self.sequences):
+        for first, after in entry_ranges(self.sequences):
             starts = self.starts(first, after)
             if first == 0 and starts[0]:
                 raise self._damaged(f"the first sequence begins at token {starts[0]}")
@@ -228,7 +296,7 @@ class TokenFile:
                 f"{self.sequences}"
             )
         exact = one_sequence_per_document and self.boundaries == self.sequences + 1
-        for first, after in _blocks(self.boundaries):
+        for first, after in entry_ranges(self.boundaries):
             after = min(after + 1, self.boundaries)  # compare also with the next block
             documents = self._entries("<i8", position, first, after)
             steps = np.diff(documents)
@@ -272,9 +340,9 @@ class TokenFile:
         Mapping a column takes longer than reading a few of its entries.
         """
         size = np.dtype(dtype).itemsize
-        content = os.pread(self._index_file, (after - first) * size, position + first * size)
+        content = self._index_file.read((after - first) * size, position + first * size)
         if len(content) < (after - first) * size:
-            raise self._shorter(os.fstat(self._index_file).st_size)
+            raise self._shorter(self._index_file.size)
         return np.frombuffer(content, dtype)
 
     def _shorter(self, size: int) -> UserError:
@@ -284,7 +352,7 @@ class TokenFile:
         )
 
 
-def _blocks(count: int) -> list[tuple[int, int]]:
+def entry_ranges(count: int) -> list[tuple[int, int]]:
     """Return the ranges of a column's entries that are checked at once."""
     firsts = range(0, max(count, 1), ENTRIES_PER_CHECK)
     return [(first, min(first + ENTRIES_PER_CHECK, count)) for first in firsts]

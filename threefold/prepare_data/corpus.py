@@ -29,6 +29,7 @@ from threefold.data.token_file import (
     HashedFile,
     TokenFile,
     TokenFileWriter,
+    entry_ranges,
     token_type,
     write_index,
 )
@@ -144,7 +145,7 @@ def divide(
     train = round((1 - tokenization.validation_fraction) * len(tokens))
     train = min(max(train, len(start) + 1), len(tokens) - 1)
     contents = {"train": tokens[:train], "validation": np.concatenate([start, tokens[train:]])}
-    target, parts = folder.with_name(f"{folder.name}-divided"), {}
+    target, parts = folder.with_name(f"{folder.name}.divided"), {}
     with new_folder(target) as room:
         for name, content in contents.items():
             with TokenFileWriter(room / name, file.dtype) as writer:
@@ -181,7 +182,8 @@ def join_part(parts: Sequence[Path], target: Path, *, documents: int, vocab_size
     def lengths() -> Iterator[np.ndarray]:
         for part in parts:
             file = TokenFile(part)
-            yield np.diff(file.starts(0, file.sequences))
+            for first, after in entry_ranges(file.sequences):
+                yield np.diff(file.starts(first, after))
 
     index = HashedFile(target.with_name(target.name + ".idx"))
     write_index(index, token_type(vocab_size), lengths, count=documents)

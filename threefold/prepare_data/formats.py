@@ -119,7 +119,7 @@ def version_of(file: Path) -> str:
 
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 UTF16_MARKS = codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE
-COMPRESSED = (".gz", ".bz2", ".zst")
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}  # suffix -> pyarrow's name
 BLOCK_BYTES = 2**24
 # Limit of a line: parsing needs several times its size, and a small compressed file can expand to a
 # line larger than memory.
@@ -140,7 +140,7 @@ class TextLines(Format):
     def pieces(self, target_bytes: int) -> Iterator[SourcePiece]:
         """Yield ranges of bytes; a compressed file is one piece."""
         size, version = self.file.stat().st_size, version_of(self.file)
-        if self.file.suffix in COMPRESSED:
+        if is_compressed(self.file):
             yield SourcePiece((str(self.file),), 0, None, size, version)
             return
         for start in range(0, size, target_bytes):
@@ -305,11 +305,18 @@ def read_whole(file: Path, remedy: str) -> bytes:
         raise UserError(f"{file} does not fit into memory; {remedy}") from None
 
 
+def is_compressed(file: Path) -> bool:
+    """Return whether the suffix of a file is that of a compression."""
+    return file.suffix.lower() in COMPRESSIONS
+
+
 def open_bytes(file: Path) -> IO[bytes]:
     """Open a file for reading bytes, decompressed according to its suffix."""
-    if file.suffix in COMPRESSED:
-        return io.BufferedReader(pyarrow.input_stream(str(file), compression="detect"))
-    return file.open("rb")
+    stream = file.open("rb")
+    if not is_compressed(file):
+        return stream
+    compression = COMPRESSIONS[file.suffix.lower()]
+    return io.BufferedReader(pyarrow.input_stream(stream, compression=compression))
 
 
 # Division of a source into pieces, which processes tokenize independently.

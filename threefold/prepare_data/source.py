@@ -15,13 +15,13 @@ from datasets import Dataset, DatasetDict, disable_progress_bars, load_dataset, 
 
 from models.errors import UserError, a_few, counted, reason_of, why_no_folder
 from threefold.prepare_data.formats import (
-    COMPRESSED,
     MAX_PIECE_BYTES,
     Format,
     JsonArray,
     JsonLines,
     TextLines,
     Texts,
+    is_compressed,
     open_bytes,
 )
 from threefold.prepare_data.tables import Parquet, Rows, Stream
@@ -75,6 +75,10 @@ def open_source(names: Sequence[str], reading: SourceOptions) -> list[Format]:
     seen, all_files = set[Path](), list[Path]()
     for name in names:
         files = [] if name == STANDARD_LIBRARY else find_files(name, reading.option)
+        content = {file.resolve() for file in files or saved_tables(name)} or {Path(name)}
+        if twice := seen & content:
+            raise UserError(f"{reading.option} {name}: {min(twice)} is named twice; name it once")
+        seen |= content
         if reading.only_splits and (files or name == STANDARD_LIBRARY):
             raise without_splits(name, reading)
         if reading.split != "train" and (files or name == STANDARD_LIBRARY):
@@ -85,15 +89,10 @@ def open_source(names: Sequence[str], reading: SourceOptions) -> list[Format]:
             formats.append(Texts(standard_library(), lenient=True))
         elif files:
             check_no_configuration(name, reading)
-            twice = seen.intersection(file.resolve() for file in files)
-            if twice:
-                raise UserError(
-                    f"{reading.option} {name}: {min(twice)} is named twice; name it once"
-                )
-            seen |= {file.resolve() for file in files}
             all_files += files
             whole = [file for file in files if is_whole(file, reading.text_is)]
-            formats += [open_file(file, reading) for file in files if file not in whole]
+            parts = (file for file in files if not is_whole(file, reading.text_is))
+            formats += [open_file(file, reading) for file in parts]
             formats += [Texts(whole)] if whole else []
         else:
             formats.append(open_dataset(name, reading))
@@ -243,7 +242,7 @@ def find_files(name: str, option: str = "--source") -> list[Path]:
     for reason, others in left_out.items():
         print(f"skipped {count_of(others)} ({reason}), such as {others[0]}")
     paths = set(files)
-    copies = [file for file in files if file.suffix in COMPRESSED and file.with_suffix("") in paths]
+    copies = [file for file in files if is_compressed(file) and file.with_suffix("") in paths]
     if copies:
         first, *others = copies
         more = f" (and {counted(len(others), 'more pair')})" if others else ""
@@ -331,6 +330,11 @@ def is_saved_dataset(folder: Path) -> bool:
     return all((folder / name).is_file() for name in ("dataset_info.json", "state.json"))
 
 
+def saved_tables(name: str) -> list[Path]:
+    """Return the files of a dataset that save_to_disk has written; none of any other source."""
+    return list(Path(name).glob("**/*.arrow")) if is_saved_dataset(Path(name)) else []
+
+
 def is_readable(file: Path) -> bool:
     """Return whether the suffix of a file is that of a supported format."""
     suffix = format_of(file)
@@ -344,8 +348,8 @@ def is_whole(file: Path, text_is: str) -> bool:
 
 def format_of(file: Path) -> str:
     """Return the suffix of a file without that of its compression; ".txt" for any plain text."""
-    suffix = file.suffix.lower()
-    suffix = Path(file.stem).suffix.lower() if suffix in COMPRESSED else suffix
+    suffix = Path(file.stem).suffix if is_compressed(file) else file.suffix
+    suffix = suffix.lower()
     return ".txt" if suffix in PLAIN_TEXT else suffix
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from threefold.prepare_data.tokenization import fast_tokenizer
 from threefold.run_folder.json_lines import write_whole
 from threefold.runtime.command_line import count, filled
 
+DOCUMENTS_AT_ONCE = 10_000  # in memory
 CONTEXT_LINES = 8  # at most, in a prompt
 CHOICES = 4
 WORD = re.compile(r"[A-Za-z_]{4,}")  # an answer of the last-word task
@@ -40,11 +42,15 @@ def make_items(corpus: Path, make: ItemMaker, *, count: int) -> list[dict[str, A
         UserError: the corpus is missing, or its documents make fewer items.
     """
     random = np.random.default_rng(0)
-    documents = [text.split("\n") for text in validation_texts(corpus)]
-    places = [(d, n) for d, lines in enumerate(documents) for n in range(1, len(lines))]
-    order = (places[n] for n in random.permutation(len(places)))
-    made = (make(documents[d], n, random) for d, n in order)
-    items = list(islice(filter(None, made), count))
+    items: list[dict[str, Any]] = []
+    for texts in validation_texts(corpus):
+        documents = [text.split("\n") for text in texts]
+        places = [(d, n) for d, lines in enumerate(documents) for n in range(1, len(lines))]
+        order = (places[n] for n in random.permutation(len(places)))
+        made = (make(documents[d], n, random) for d, n in order)
+        items += islice(filter(None, made), count - len(items))
+        if len(items) == count:
+            break
     if len(items) < count:
         raise UserError(
             f"--items {count}: the validation documents of {corpus} make "
@@ -95,8 +101,10 @@ def last_word(lines: list[str], number: int, random: np.random.Generator) -> dic
     return {"prompt": prompt, "answer": word, "delimiter": " "}
 
 
-def validation_texts(corpus: Path) -> Iterator[str]:
-    """Yield the text of each validation document of a corpus, without special tokens.
+def validation_texts(corpus: Path) -> Iterator[list[str]]:
+    """Yield the texts of the validation documents of a corpus, without special tokens.
+
+    A list has at most DOCUMENTS_AT_ONCE texts of documents that are spread over the corpus.
 
     Raises:
         UserError: the corpus or its tokenizer is missing.
@@ -107,9 +115,12 @@ def validation_texts(corpus: Path) -> Iterator[str]:
     if not tokenizer_file.is_file():
         raise UserError(f"{tokenizer_file} is missing; prepare the corpus with prepare_data.py")
     tokenizer = fast_tokenizer(tokenizer_file, False)
-    for document in range(file.boundaries - 1):
-        ids = file.read(*file.range_of(document))
-        yield tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+    count = file.boundaries - 1
+    lists = math.ceil(count / DOCUMENTS_AT_ONCE)
+    for first in range(lists):
+        documents = range(first, count, lists)
+        ids = (file.read(*file.range_of(document)).tolist() for document in documents)
+        yield [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ids]
 
 
 # Tasks from the samples that lm-evaluation-harness writes with --log_samples.

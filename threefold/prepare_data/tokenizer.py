@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import re
 import shutil
 import sys
 import tempfile
@@ -53,7 +55,7 @@ def copy_tokenizer(name: str, workspace: Path) -> Path:
             f"--tokenizer {name} has no end-of-text token; use a tokenizer with one, such as gpt2"
         )
     with tempfile.TemporaryDirectory() as room:
-        tokenizer.save_pretrained(room)
+        save_tokenizer(tokenizer, Path(room))
         if not (Path(room) / "tokenizer.json").is_file():
             raise UserError(
                 f"--tokenizer {name} has no tokenizer.json, because it is implemented in Python; "
@@ -84,6 +86,21 @@ def load_tokenizer(source: Path | str, name: str) -> Any:
             f"{name} cannot be loaded: {reason_of(error).rstrip('.')}; use a folder written by "
             f"save_pretrained, or a name on the hub, of a tokenizer without code of its own"
         ) from None
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Save a tokenizer, so that `load_tokenizer` can load it from the folder.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # the tokenizers library raises plain exceptions
+        if not (code := re.search(r"\(os error (\d+)\)", str(error))):
+            raise
+        number = int(code[1])
+        raise OSError(number, os.strerror(number), str(folder / "tokenizer.json")) from None
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -208,9 +225,10 @@ def train_tokenizer(
     with progress_lines(describe):
         _train(tokenizer, texts(), trainer)
     with new_folder(folder) as room:
-        PreTrainedTokenizerFast(
+        fast = PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT
-        ).save_pretrained(room)
+        )
+        save_tokenizer(fast, room)
     return folder
 
 

@@ -129,14 +129,18 @@ def compare_speed(run: Run, step: int) -> dict[str, Any]:
 
 @contextmanager
 def stop_if_unreadable(run: Run, step: int) -> Iterator[None]:
-    """End this rank if its tokens cannot be read; launchers then end the others."""
+    """End this rank if its tokens cannot be read; launchers then end the others.
+
+    After an I/O error, which may be temporary, launch.py starts the run again.
+    """
     try:
         yield
     except (UserError, OSError) as problem:
+        code = STOPPED if isinstance(problem, UserError) else 1
         reason = stopped_without_save(step, str(problem))
-        run.folder.event("stop", step, reason=reason, exit_code=STOPPED)
+        run.folder.event("stop", step, reason=reason, exit_code=code)
         print(f"stopped: {reason}", file=sys.stderr)
-        exit_now(STOPPED)
+        exit_now(code)
 
 
 MAX_WEIGHTS_IN_MESSAGE = 8
@@ -254,6 +258,9 @@ def save(run: Run, step: int, metrics: dict[str, Any], *, ends_process: bool) ->
         ends_process: True if a rank was asked to stop, so that no step follows
     """
     ends_process = ends_process or step == run.last_step_of_engine
+    if run.data.rank == 0:
+        with stop_if_unreadable(run, step):
+            run.data.check_unchanged()
     with run.supervisor.crumb.waiting_for_disk("saving"):
         progress, loss = run.data.progress_after(step), mean_validation_loss(metrics)
         problem = run.writer.save(progress, loss, ends_process=ends_process)
