@@ -66,10 +66,18 @@ def _scales_of_yarn(config: ModelConfig) -> dict[str, Any]:
     scaling = config.rope_scaling
     assert scaling is not None and config.attention_scale is not None
     under = math.sqrt(config.attention_scale * math.sqrt(config.score_size))
+    if round(under - 1, 9) == 0:
+        return {}
+    if scaling.factor == 1:
+        raise UserError(
+            f"model.attention_scale = {config.attention_scale} cannot be written in transformers' "
+            f"config with model.rope_scaling.factor = 1; leave attention_scale out"
+        )
     logarithm = 0.1 * math.log(scaling.factor)
     values = {"mscale": under * scaling.amplitude, "mscale_all_dim": under}
     exported = {key: round((value - 1) / logarithm, 9) for key, value in values.items()}
-    return {**exported, "attention_factor": None}
+    # transformers would take mscale = 0 for a missing one.
+    return {**exported, "attention_factor": None if exported["mscale"] else scaling.amplitude}
 
 
 def rope_scaling_in(theirs: Mapping[str, Any], positions: int) -> RopeScaling | None:
@@ -517,7 +525,7 @@ def unsupported_attributes(
     return {
         name: (theirs.get(name), value)
         for name, value in exported.items()
-        if (name not in FREE_ATTRIBUTES or name in family.constants)
+        if (name not in FREE_ATTRIBUTES | family.unread or name in family.constants)
         and not name.startswith(IGNORED_PREFIXES)
         and theirs.get(name) != value
     }

@@ -65,6 +65,7 @@ class Family:
         constants: attributes that our model cannot change, or that the class does not read, with
             their values
         norm_offset: number that the class adds to the weights of its norms
+        unread: attributes that the class does not read
         joined: q, k and v are one tensor, and gate and up are another
         expert_names: prefix of the experts, then gate, up and down; "" for joined experts, which
             are one tensor for all experts
@@ -81,6 +82,7 @@ class Family:
     rope_per_kind: bool = False
     experts: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
+    unread: frozenset[str] = frozenset()
     activation_attribute: str = "hidden_act"
     norm_offset: float = 0.0
     joined: bool = False
@@ -327,6 +329,7 @@ FAMILIES = (
         },
         experts={key: name for key, name in SHARED_EXPERTS.items() if not key.startswith("groups")},
         constants={"topk_method": "greedy"},
+        unread=frozenset({"n_group", "topk_group"}),  # only for other methods
     ),
     Family(
         name="deepseek_v3",

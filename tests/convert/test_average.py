@@ -88,6 +88,8 @@ def test_the_mean_is_exported(run: Path, tmp_path: Path) -> None:
     replace(source.manifest, recipe=model_only).write(tmp_path / "mean")
     done = run_here(main, "to-hf", tmp_path / "mean", tmp_path / "hf")
     assert done.returncode == 0, done.stderr
+    card = (tmp_path / "hf" / "README.md").read_text()
+    assert "training loss" not in card  # that of the run's weights, which are others
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     assert torch.equal(theirs["lm_head.weight"], source.tensor("weights", "head.weight"))
 

@@ -12,9 +12,12 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from models.config import ModelConfig, Prediction
+from models.config import ModelConfig, Prediction, RopeScaling
 from models.errors import UserError
+from models.hugging_face.config import hugging_face_config
 from models.hugging_face.families import BY_NAME
 from models.hugging_face.weights import counterparts
 from models.layer_specs import logical_parameters, run_layers, vocabulary_tables
@@ -26,7 +29,7 @@ from tests.models.test_transformer import gradients_from_hugging_face, relative
 from threefold.commands.convert import from_hf
 from threefold.config.loading import parse_recipe
 from threefold.convert.files import model_of, open_checkpoint
-from threefold.convert.from_hugging_face import import_model, read_config
+from threefold.convert.from_hugging_face import import_model, imported_config, read_config
 from threefold.convert.to_hugging_face import export, their_config
 
 SIZES = {
@@ -90,6 +93,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # model_type, variant -> settings; wind
         "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
         "v_head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 2,
         "moe_intermediate_size": 48, "first_k_dense_replace": 1, "num_key_value_heads": 4,
+        "topk_method": "greedy", "n_group": 1, "topk_group": 1,  # as in DeepSeek-V2-Lite
     },
     "deepseek_v3": {
         "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
@@ -289,3 +293,50 @@ def test_a_config_that_transformers_rejects_is_a_users_error() -> None:
         UserError, match=r"as Phi3ForCausalLM: .* must be one of .*, got linear; use"
     ):
         their_config(scaled)
+
+
+LATENT_YARN = {
+    "type": "yarn", "factor": 8.0, "original_sequence_length": 16, "attention_factor": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attention_factor", [None, 1.0, 1.2**-0.5])
+@pytest.mark.parametrize("relative_scale", [None, 1.0, 1.2])
+def test_the_scales_of_yarn_are_those_of_transformers(
+    attention_factor: float | None, relative_scale: float | None
+) -> None:
+    """transformers takes mscale = 0, which an export may need, for a missing one."""
+    settings = SIZES | FAMILIES["deepseek_v3"] | {"model_type": "deepseek_v3", "vocab_size": 99}
+    model = imported_config(their_config(settings).to_dict())
+    scaling = RopeScaling(**LATENT_YARN | {"attention_factor": attention_factor})
+    scale = relative_scale and relative_scale * model.score_size**-0.5
+    model = replace(model, rope_scaling=scaling, attention_scale=scale)
+    theirs = their_config(hugging_face_config(model, BY_NAME["deepseek_v3"]))
+    _, amplitude = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+    assert amplitude == pytest.approx(scaling.amplitude)
+    attention = DeepseekV3Attention(theirs, layer_idx=0)
+    assert attention.scaling == pytest.approx(scale or model.score_size**-0.5)
+
+
+def test_a_scale_that_yarn_cannot_express_is_rejected() -> None:
+    settings = SIZES | FAMILIES["deepseek_v3"] | {"model_type": "deepseek_v3", "vocab_size": 99}
+    model = imported_config(their_config(settings).to_dict())
+    same = RopeScaling(**LATENT_YARN | {"factor": 1.0})
+    with pytest.raises(UserError, match=r"attention_scale = 0\.5 .* leave attention_scale out"):
+        hugging_face_config(replace(model, rope_scaling=same, attention_scale=0.5))
+
+
+def test_biases_of_routers_stay_in_fp32(tmp_path: Path) -> None:
+    """In bf16, biases that differ by steps of the router's update would become equal."""
+    for folder in ("theirs", "ours", "back"):
+        (tmp_path / folder).mkdir()
+    their_model("deepseek_v3").save_pretrained(tmp_path / "theirs")
+    import_model(tmp_path / "theirs", tmp_path / "ours")
+    export(open_checkpoint(tmp_path / "ours"), tmp_path / "back", dtype="bf16", tokenizer=None)
+    before, after = stored(tmp_path / "theirs"), stored(tmp_path / "back")
+    biases = [name for name in after if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 3 and all(torch.equal(after[name], before[name]) for name in biases)
+    others = {tensor.dtype for name, tensor in after.items() if name not in biases}
+    assert others == {torch.bfloat16}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.bfloat16)
+    assert torch.equal(model.state_dict()[biases[0]], before[biases[0]])

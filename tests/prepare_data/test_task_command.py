@@ -145,6 +145,9 @@ def test_samples_become_items(tmp_path: Path) -> None:
     assert [(i["delimiter"], i["answer"]) for i in items_of_samples(file, None)] == [
         ("", "b"), ("", " d"),
     ]  # fmt: skip
+    texts = sample(0, "a", " b", " c", target="c"), sample(1, "d", " 1", " 0", " 2", target="2")
+    file = written(tmp_path / "x", *texts)
+    assert [item["answer"] for item in items_of_samples(file, None)] == [1, 2]
     output = tmp_path / "y.jsonl"
     done = command("samples", written(tmp_path / "x", first), "--output", output)
     assert done.returncode == 0 and read_items(output)[0].choices == ("b", "c"), done.stderr
@@ -157,8 +160,12 @@ def test_samples_become_items(tmp_path: Path) -> None:
         (([],), "is not a sample"),
         (({"doc_id": 0},), "has no requests"),
         (({"doc_id": 0, "arguments": {"gen_args_0": {"arg_0": "a", "arg_1": {}}}},), "requests"),
-        ((sample(0, "a", " b", " c", target=2),), "target = 2 is not the number"),
-        ((sample(0, "a", " b", " c", target="b"),), "target = 'b' is not the number"),
+        ((sample(0, "a", " b", " c", target=2),), "target = 2 is neither one of 2 choices nor"),
+        ((sample(0, "a", " b", " c", target="d"),), "target = 'd' is neither"),
+        (
+            (sample(0, "a", " 1", " 0", target="1"),),
+            "one of the choices, and the number of another",
+        ),
         (({"doc_id": 0, "arguments": [["a", "c"], ["b", "c"]]},), "compares 2 contexts"),
     ],
 )

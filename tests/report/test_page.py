@@ -205,12 +205,21 @@ def test_a_page_without_metrics_or_recipe_says_so(tmp_path: Path) -> None:
 def test_metrics_are_found_by_their_prefix(tmp_path: Path) -> None:
     def change(line: dict) -> None:
         line |= {"validation_loss_books": 1.0, "validation/a/b": 2.0, "tasks/x/y": 0.5}
-        line |= {"expert_entropy": 3.0}
+        line |= {"expert_entropy": 3.0, "validation_position_losses": [2.0, 1.0]}
+        line |= {"tasks/x/perplexity": 3e3, "tasks/x/bits_per_byte": 1.5}
+        line |= {"validation/a/position_losses": [4.0]}
 
     record = read_run(write_run(tmp_path / "run", change=change), "run")
     panels = {panel.title: list(panel.metrics) for panel in panels_of([record], {})}
     assert panels["Validation loss"] == ["validation_loss_books", "validation/a/b"]
     assert panels["Task scores"] == ["tasks/x/y"]
+    assert panels["Tasks, perplexity"] == ["tasks/x/perplexity"]
+    assert panels["Tasks, bits per byte"] == ["tasks/x/bits_per_byte"]
+    assert panels["Validation loss by position"] == [
+        "validation_position_losses/1",
+        "validation_position_losses/2",
+        "validation/a/position_losses/1",
+    ]
     assert panels["expert_entropy"] == ["expert_entropy"]
 
 

@@ -31,6 +31,7 @@ from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import Progress
+from threefold.runtime.exits import INTERRUPTED, STOPPED
 from threefold.tracking import wandb_connection, weights_and_biases
 from threefold.tracking.messages import summarize
 from threefold.tracking.tracker import open_tracker
@@ -467,6 +468,26 @@ def test_an_error_in_the_last_call_ends_the_thread(
     assert warning["message"] == claim
 
 
+@pytest.mark.parametrize(("code", "shown"), [(0, 0), (INTERRUPTED, 0), (STOPPED, 3), (None, 1)])
+def test_a_run_that_has_failed_is_shown_as_failed(
+    code: int | None, shown: int, small: dict, folder: RunFolder, home: Path
+) -> None:
+    """A run that was asked to stop continues later."""
+    run, start = mock.Mock(), Progress(0, 0)
+    started = (run, WandbStatus("online", "http://page"))
+    recipe = parse_recipe(changed(small, tracking__mode="auto"), "test")
+    with (
+        mock.patch.object(weights_and_biases, "start_wandb", return_value=started),
+        contextlib.suppress(RuntimeError),
+        open_tracker(recipe, folder, 0, start=start, changed={}) as tracker,
+    ):
+        if code is None:
+            raise RuntimeError("a bug")
+        if code:
+            tracker.stop("the loss is nan", code)
+    run.finish.assert_called_once_with(exit_code=shown)
+
+
 def interrupt_after(event: threading.Event) -> None:
     """Interrupt this process shortly after an event, as Ctrl-C under `deepspeed` does.
 
@@ -537,7 +558,7 @@ def test_an_interrupted_wait_of_an_online_run_is_announced(
     if is_written:
         file.write_bytes(b"\x0a\x04mine\x92\x01\x00")
     run = mock.Mock(id="mine", settings=mock.Mock(sync_file=str(file)))
-    run.finish.side_effect = lambda: release.wait(20)
+    run.finish.side_effect = lambda exit_code: release.wait(20)
     started = (run, WandbStatus("online", "http://page"))
     monkeypatch.setattr(weights_and_biases, "start_wandb", lambda *_, **__: started)
     monkeypatch.setattr(weights_and_biases, "tear_down", lambda: None)

@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, TypeAdapter, ValidationError
@@ -61,20 +62,32 @@ class TensorFileWriter:
     """Writer of one file: declare all names and shapes, then write the tensors in that order.
 
     Use it as a context manager. On exit the file is flushed to the disk, and `record` is complete.
+
+    Args:
+        dtype: type of all tensors but those in `other_dtypes`
     """
 
     def __init__(
-        self, path: Path, shapes: Mapping[str, tuple[int, ...]], *, dtype: str, metadata: Any = None
+        self,
+        path: Path,
+        shapes: Mapping[str, tuple[int, ...]],
+        *,
+        dtype: str,
+        other_dtypes: Mapping[str, str] = MappingProxyType({}),
+        metadata: Any = None,
     ):
         header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
         offset = 0
+        self._waiting = []
         for name, shape in shapes.items():
-            end = offset + math.prod(shape) * BYTES[dtype]
-            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
-            offset = end
+            its_dtype = other_dtypes.get(name, dtype)
+            size = math.prod(shape) * BYTES[its_dtype]
+            offsets = [offset, offset + size]
+            header[name] = {"dtype": its_dtype, "shape": list(shape), "data_offsets": offsets}
+            self._waiting.append((name, size))
+            offset += size
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        self._waiting = [(name, math.prod(shape) * BYTES[dtype]) for name, shape in shapes.items()]
         self._waiting.reverse()
         self._digest, self._bytes = hashlib.sha256(), 0
         self._stream = path.open("wb", buffering=0)

@@ -210,6 +210,11 @@ def imported_config(theirs: dict[str, Any]) -> ModelConfig:
             "quantization_config: quantized weights are not supported; load the model with "
             "transformers, dequantize it, and save it in bf16"
         )
+    # Every class reads these keys, but their configs have them only if they are set.
+    if theirs.get("is_causal") is False:
+        raise UserError("is_causal = false: not supported; use a model with is_causal = true")
+    if theirs.get("per_layer_config"):
+        raise UserError("per_layer_config: not supported; use a model whose layers are alike")
     model = imported_model(theirs)
     family = BY_NAME[theirs["model_type"]]
     if different := differences(model, family):

@@ -1,6 +1,7 @@
 """Export a checkpoint to a folder that transformers' `from_pretrained` can load."""
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -278,21 +279,25 @@ def write_weights(
     )
     index: dict[str, str] = {}
     records: dict[str, FileRecord] = {}
-    elements = 0
+    total = 0
 
     def parts(name: str) -> Iterator[tuple[str, memoryview]]:
         for theirs, tensor in table[name].split(source.tensor(stored, name)):
-            yield theirs, _bytes(tensor.to(torch_dtype))
+            yield theirs, _bytes(tensor.to(torch.float32 if is_in_fp32(theirs) else torch_dtype))
 
     for number, firsts in enumerate(files, start=1):
         name = "model.safetensors"
         if len(files) > 1:
             name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        firsts = sorted(firsts, key=is_in_fp32, reverse=True)  # readers need aligned tensors
         theirs = {k: v for first in firsts for k, v in shapes_of_groups[first].items()}
         index |= dict.fromkeys(theirs, name)
-        elements += sum(torch.Size(shape).numel() for shape in theirs.values())
-        metadata = {"format": "pt"}
-        with TensorFileWriter(folder / name, theirs, dtype=kind, metadata=metadata) as writer:
+        other_dtypes = dict.fromkeys(filter(is_in_fp32, theirs), "F32")
+        for key, shape in theirs.items():
+            total += math.prod(shape) * BYTES[other_dtypes.get(key, kind)]
+        with TensorFileWriter(
+            folder / name, theirs, dtype=kind, other_dtypes=other_dtypes, metadata={"format": "pt"}
+        ) as writer:
             for first in firsts:
                 if len(groups[first]) == 1:
                     for part, data in parts(groups[first][0]):
@@ -302,10 +307,15 @@ def write_weights(
                     writer.write_parts(first, (data for ours in experts for _, data in parts(ours)))
         records[name] = writer.record
     if len(files) > 1:
-        content = {"metadata": {"total_size": elements * BYTES[kind]}, "weight_map": index}
+        content = {"metadata": {"total_size": total}, "weight_map": index}
         text = json.dumps(content, indent=1) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
     return records
+
+
+def is_in_fp32(name: str) -> bool:
+    """Return True if transformers stores a tensor in fp32 in any model: biases of routers."""
+    return name.endswith(".e_score_correction_bias")
 
 
 def _bytes(tensor: Tensor) -> memoryview:
@@ -340,7 +350,8 @@ def model_card(
                 for key, value in manifest.layout.items()
                 if key not in ("deepspeed_json", RESHAPED_FROM)
             )
-    facts |= _losses(source, averaged=averaged)
+    if source.path.parent.name == "checkpoints" and AVERAGED_FROM not in manifest.layout:
+        facts |= _losses(source, averaged=averaged)
     facts["precision here"] = f"{dtype}, from fp32 master weights"
     facts["versions"] = ", ".join(f"{k} {v}" for k, v in manifest.versions.items() if v)
     rows = "\n".join(f"| {key} | {value} |" for key, value in facts.items())

@@ -198,13 +198,21 @@ def _item(
     item = {"id": str(sample["doc_id"]), "prompt": contexts.pop(), "delimiter": delimiter}
     if len(choices) == 1:
         return item | {"answer": choices[0]}
+    # The harness writes the target as text: the number of the right choice, or the choice itself.
     target = str(sample.get("target"))
-    if not target.isdecimal() or int(target) >= len(choices):
+    numbers = {int(target)} & set(range(len(choices))) if target.isdecimal() else set()
+    numbers |= {choices.index(target)} if target in choices else set()
+    if not numbers:
         raise UserError(
-            f"{place}: target = {sample.get('target')!r} is not the number of one of "
-            f"{counted(len(choices), 'choice')}; {ADVICE}"
+            f"{place}: target = {sample.get('target')!r} is neither one of "
+            f"{counted(len(choices), 'choice')} nor the number of one; {ADVICE}"
         )
-    return item | {"choices": choices, "answer": int(target)}
+    if len(numbers) > 1:
+        raise UserError(
+            f"{place}: target = {target!r} is one of the choices, and the number of another one; "
+            f"use a task whose choices are not numbers"
+        )
+    return item | {"choices": choices, "answer": numbers.pop()}
 
 
 # The command `prepare_data.py tasks`, which writes task files for evaluation.tasks.

@@ -18,12 +18,14 @@ from bokeh.plotting import figure
 
 from threefold.report.run_record import SYMBOLS, TURNS, Mark, RunRecord, Steps, spread
 from threefold.report.summaries import PredictedRun, reduced, trend
-from threefold.run_folder.json_lines import AVERAGED
+from threefold.run_folder.json_lines import AVERAGED, POSITION_LOSSES
 
 MAX_OTHER_PANELS = 16
 LOSS = "loss"
 VALIDATION = ("validation_loss", "validation/", f"{AVERAGED}validation")
+POSITIONS = f"{POSITION_LOSSES}/"
 TASKS = "tasks/"
+PERPLEXITY = "/perplexity"
 BITS_PER_BYTE = "bits_per_byte"
 # Metrics that other parts of the page show.
 SHOWN_ELSEWHERE = {"tokens", "slowest_rank", "tflops_per_gpu", "mfu"}
@@ -84,7 +86,11 @@ def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, PredictedRun]) -> l
     ))  # fmt: skip
     validation = [name for name in names if name.startswith(VALIDATION)]
     bits = [name for name in validation if BITS_PER_BYTE in name]
-    losses = [name for name in validation if name not in bits]
+    positions = [name for name in names if POSITIONS in name]
+    losses = [name for name in validation if name not in bits and name not in positions]
+    scores = [name for name in names if name.startswith(TASKS)]
+    perplexities = [name for name in scores if name.endswith(PERPLEXITY)]
+    bits_of_tasks = [name for name in scores if BITS_PER_BYTE in name]
     in_loss_panel = [name for name in losses if name.endswith("validation_loss")]
     clipping = [
         Reference("gradient_clipping", index, run.recipe.optimizer.gradient_clipping)
@@ -102,8 +108,14 @@ def panels_of(runs: Sequence[RunRecord], plans: Mapping[int, PredictedRun]) -> l
         Panel(key="validation", title="Validation loss", axis="loss (nats per token)",
               metrics=losses),
         Panel(key="bits", title="Validation, bits per byte", axis="bits per byte", metrics=bits),
+        Panel(key="positions", title="Validation loss by position", axis="loss (nats per token)",
+              metrics=positions),
         Panel(key="tasks", title="Task scores", axis="score",
-              metrics=[name for name in names if name.startswith(TASKS)]),
+              metrics=[name for name in scores if name not in {*perplexities, *bits_of_tasks}]),
+        Panel(key="perplexities", title="Tasks, perplexity", axis="perplexity",
+              metrics=perplexities, logarithmic=True),
+        Panel(key="task-bits", title="Tasks, bits per byte", axis="bits per byte",
+              metrics=bits_of_tasks),
         Panel(key="rate", title="Learning rate", axis="learning rate",
               metrics=["learning_rate"]),
         Panel(key="norm", title="Gradient norm", axis="norm before clipping",

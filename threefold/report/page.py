@@ -34,6 +34,7 @@ from threefold.config.phases import PhasePlan
 from threefold.report.charts import (
     COLOURS,
     PARTS,
+    POSITIONS,
     TASKS,
     TREND_POINTS,
     VALIDATION,
@@ -73,7 +74,7 @@ def summary(runs: Sequence[RunRecord]) -> list[TableRow]:
     """Return the most important numbers of each run."""
     metrics = list(dict.fromkeys(
         name for run in runs for name in run.steps.values
-        if name.startswith((*VALIDATION, TASKS))
+        if name.startswith((*VALIDATION, TASKS)) and POSITIONS not in name
     ))  # fmt: skip
     rows = [
         TableRow("state", [state(run) for run in runs]),

@@ -18,7 +18,7 @@ from threefold.config.phases import PhasePlan, with_current_names
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import EVENT_KEYS, METRIC_KEYS
 from threefold.run_folder.history import WallTime, current_event, replay
-from threefold.run_folder.json_lines import LineFile, number, too_large
+from threefold.run_folder.json_lines import LineFile, number, too_large, with_metric_per_position
 from threefold.run_folder.lock import is_held
 
 # The metrics of successive steps as arrays.
@@ -42,6 +42,7 @@ class Steps:
 
         Values that are not numbers become NaN, and metrics without any number are left out.
         """
+        lines = [with_metric_per_position(line) for line in lines]
         names = dict.fromkeys(name for keys in dict.fromkeys(map(tuple, lines)) for name in keys)
         columns = {
             name: _column([line.get(name) for line in lines]) for name in names if name != "step"

@@ -220,8 +220,24 @@ def flush(path: Path) -> None:
 # The names of the metrics of validation sets and tasks in metrics.jsonl.
 
 AVERAGED = "averaged_"  # before those of the average of the weights
+POSITION_LOSSES = "position_losses"  # the end of the name of a list of losses
 LOSS_OF_SET = re.compile(r"validation/(?P<name>[^/]+)/loss")
 ACCURACY_OF_TASK = re.compile(r"tasks/(?P<name>[^/]+)/accuracy")
+
+
+def with_metric_per_position(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return metrics with one per part of the sequence, .../1 to .../N, in place of their lists."""
+    lists = {
+        name: value
+        for name, value in metrics.items()
+        if name.endswith(POSITION_LOSSES) and isinstance(value, list)
+    }
+    if not lists:
+        return metrics
+    expanded = {name: value for name, value in metrics.items() if name not in lists}
+    for name, losses in lists.items():
+        expanded |= {f"{name}/{number}": loss for number, loss in enumerate(losses, start=1)}
+    return expanded
 
 
 def validation_losses(metrics: Mapping[str, Any], *, averaged: bool = False) -> dict[str, float]:

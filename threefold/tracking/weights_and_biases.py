@@ -19,8 +19,10 @@ import numpy as np
 from models.errors import UserError
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
+from threefold.run_folder.json_lines import with_metric_per_position
 from threefold.runtime.exits import (
     HUNG,
+    INTERRUPTED,
     interrupt_advice,
     leave_handlers_out,
     one_interrupt,
@@ -245,7 +247,7 @@ class TaskTable:
 Item = dict[str, Any] | Alert | Picture | SavedCheckpoint
 PredictedMetrics = Callable[[int], Mapping[str, float]]  # step -> metric -> predicted value
 ALL_FILES = "*run-*"  # of the offline and online runs in the run folder's wandb/
-INTERRUPTED = "was interrupted while it sent its data"
+INTERRUPTION = "was interrupted while it sent its data"
 CUT_OFF = "could not write all of its data to files (the disk may be full)"
 SECONDS_UNTIL_WRITTEN = 30.0  # of sent data: W&B's process writes about every 15 s
 SECONDS_BETWEEN_CHECKS = 0.1  # for an interrupt, and for the files of W&B
@@ -269,7 +271,8 @@ class WandbThread:
 
     Attributes:
         status: the mode, and the place of the data; "failed" before another mode is known
-        exit_code: exit code of this process, if it ends without waiting for W&B
+        exit_code: exit code of the run, which decides whether W&B shows it as failed; also that of
+            this process, if it ends without waiting for W&B
         has_told_failure: True if `tell` was called with a failure
     """
 
@@ -332,7 +335,7 @@ class WandbThread:
             try:
                 self._wait()
             except KeyboardInterrupt:  # only of this wait: the run has finished
-                problem = INTERRUPTED
+                problem = INTERRUPTION
                 self._interrupt()
         if self._ended.is_set():
             return self._problem
@@ -431,15 +434,15 @@ class WandbThread:
                     run = self._restarted(arguments, error, self.status)
             is_read = True
             try:
-                run.finish()
+                self._finish(run)
             except Exception as error:
                 if self._has_restarted or self._is_late or self.status.mode != "offline":
                     raise
-                self._restarted(arguments, error, self.status).finish()
+                self._finish(self._restarted(arguments, error, self.status))
         except Exception as error:
             if self._is_interrupted:
-                self._problem = f"Weights & Biases {INTERRUPTED}"
-                self._fail(f"W&B {INTERRUPTED}")
+                self._problem = f"Weights & Biases {INTERRUPTION}"
+                self._fail(f"W&B {INTERRUPTION}")
             else:
                 self._problem = f"Weights & Biases failed ({short(error)})"
                 self._fail(f"of an error ({short(error)})")
@@ -453,6 +456,10 @@ class WandbThread:
                     self._fail(f"W&B {CUT_OFF}")
             finally:
                 self._ended.set()
+
+    def _finish(self, run: Any) -> None:
+        """Finish a run of W&B, as failed unless the steps are done or can be continued."""
+        run.finish(exit_code=0 if self.exit_code == INTERRUPTED else self.exit_code)
 
     def _next(self) -> Item | None:
         """Return the next item, or None at the end.
@@ -532,7 +539,8 @@ class WandbThread:
             case SavedCheckpoint():
                 item.log(run)
             case _:
-                metrics = with_heat_map(item) | self._planned(run, item["step"])
+                metrics = with_heat_map(with_metric_per_position(item))
+                metrics |= self._planned(run, item["step"])
                 if self._task_table.add(item):
                     metrics |= self._task_table.metrics()
                 run.log(metrics)

@@ -375,6 +375,8 @@ def per_kind(*shares: float | None) -> dict[str, Any]:
             {"num_key_value_heads": 5},
             "^num_key_value_heads = 5 does .* num_attention_heads",
         ),
+        ("qwen2", {"is_causal": False}, "is_causal = false: .* use a model with is_causal = true"),
+        ("llama", {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}, "per_layer_config: not sup"),
     ],
 )
 def test_an_architecture_that_we_lack_is_rejected(
