@@ -69,6 +69,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "threefold/prepare_data/tokenization.py: Tokenization._write": FOREIGN,
     "threefold/prepare_data/tokenization.py: read_report": PARSING,
     "threefold/prepare_data/tokenizer.py: load_tokenizer": FOREIGN,
+    "threefold/prepare_data/tokenizer.py: save_tokenizer": RAISES,
     "threefold/prepare_data/workspace.py: lock_workspace": RAISES,
     "threefold/runtime/command_line.py: number": PARSING,
     "threefold/launch/connection.py: _parse": PARSING,

@@ -518,6 +518,8 @@ class LargestLogits:
         """
         if self.values is None:
             self.values = q.new_full((self.heads,), float("-inf"), dtype=torch.float32)
+        if q.dtype == torch.float16:
+            q, k = q.float(), k.float()  # the largest logits may exceed the range of fp16
         keys, values = k.flatten(0, 1), self.values[head : head + q.shape[1]]
         is_windowed = limits is not None and limits.window is not None
         for block in blocks_of(q.shape[2], k.shape[2], limits, causal=causal, rows=ROWS):

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from models.context_parallel.division import Division, Slices
+from models.context_parallel.division import Division, Lengths, Slices, divide
 from models.kernels.compile import Function
 from models.kernels.elementwise import drop_out, mix, signed
 from models.parallel.collectives import TensorAxis
@@ -177,6 +177,26 @@ class MicroBatchInfo:
     dropout: MaskKey | None = None
     documents: Documents | None = None
     division: Division | None = None
+
+    @classmethod
+    def of_windows(
+        cls,
+        lengths: Lengths,
+        context_rank: int = 0,
+        context_size: int = 1,
+        *,
+        dropout: MaskKey | None = None,
+    ) -> "MicroBatchInfo":
+        """Return the information about a micro-batch of windows.
+
+        lengths: document lengths of each window; attention needs no mask if all windows have one
+        """
+        documents = Documents(lengths) if any(len(window) > 1 for window in lengths) else None
+        division = None
+        if context_size > 1:
+            within = lengths if documents else None
+            division = divide(sum(lengths[0]), context_rank, context_size, within)
+        return cls(dropout, documents, division)
 
     @property
     def slices(self) -> Slices | None:

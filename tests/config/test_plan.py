@@ -180,7 +180,8 @@ def test_only_some_changes_need_another_engine(small: dict[str, Any]) -> None:
 
     assert last(batch={"global_sequences": 16}) == 20
     assert last(optimizer={"learning_rate": 1e-4}) == 20
-    assert last(data={"separate_documents": True}) == 20
+    assert last(data={"train": [{"path": "other"}]}) == 20
+    assert last(data={"separate_documents": True}) == 8
     assert last(batch={"micro_sequences": 1}) == 8
     assert last(model={"rope_theta": 5e5}) == 8
     assert last(layout={"recompute": "full"}) == 8

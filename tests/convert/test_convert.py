@@ -260,6 +260,9 @@ def their_model(family: str, dtype: torch.dtype) -> Any:
     model = AutoModelForCausalLM.from_config(config).to(dtype)
     for parameter in model.parameters():  # including norms and biases
         parameter.data = torch.randn_like(parameter)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.data = buffer.float()  # as `from_pretrained` keeps it
     return model.eval()
 
 

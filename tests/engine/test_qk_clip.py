@@ -13,6 +13,7 @@ from torch import Tensor
 
 from models.attention import AttentionCore
 from models.errors import UserError
+from models.kernels.attention_parts import LargestLogits
 from models.parallel.micro_batch_info import MicroBatchInfo
 from tests.conftest import changed, selected, small_recipe
 from tests.ranks import run_ranks
@@ -186,3 +187,10 @@ def test_every_layout_clips_as_a_plain_implementation(
 def test_norms_of_queries_and_keys_are_rejected(corpus: Path) -> None:
     with pytest.raises(UserError, match=r"optimizer.qk_clip = 1.5 has no effect with model.qk_n"):
         recipe_of(corpus, "biases", **CLIP, model__qk_norm=True)
+
+
+def test_logits_beyond_the_range_of_fp16_are_clipped() -> None:
+    """They would be infinite, or not numbers where later keys are hidden."""
+    largest, heads = LargestLogits(1), torch.full((1, 1, 3, 64), 120.0, dtype=torch.float16)
+    largest.note(heads, heads, causal=True)
+    assert largest.values is not None and largest.values.tolist() == [120.0**2 * 64**0.5]

@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -102,3 +103,28 @@ def test_every_optimizer_clips(config: str, steps: dict) -> None:
     assert clipped == pytest.approx((1 - 0.9) * CLIPPING[0], rel=1e-3)
     norm, whole = steps[config, CLIPPING[1]]
     assert whole == pytest.approx((1 - 0.9) * norm, rel=1e-3)
+
+
+RAMP = {"start_sequences": 4, "increment": 2, "samples": 16}  # 2, 3, then 4 micro-batches
+
+
+def ramped(corpus: str) -> dict[str, list[tuple[float, float]]]:
+    """Return the losses and gradient norms of the steps of a ramp, by config."""
+    world, found = join_world(), {}
+    with many_cases() as begin:
+        for config in ("zero1_fp32", "zero2_fp32", "zero3_fp32"):
+            begin()
+            table = changed(
+                small_recipe(Path(corpus)), deepspeed=f"ds_configs/{config}.json", batch__ramp=RAMP
+            )
+            engine, data = start(parse_recipe(table, "test"), world)
+            results = [train_step(engine, data, step) for step in range(1, 9)]
+            found[config] = [(result.loss, result.grad_norm) for result in results]
+    return found
+
+
+def test_every_optimizer_updates_once_a_step_while_the_batch_grows(corpus: Path) -> None:
+    """DeepSpeed's ZeRO-3 decides by a count over all steps whether to update."""
+    (found,) = run_ranks(1, ramped, str(corpus))
+    for config, steps in found.items():
+        assert np.array(steps) == pytest.approx(np.array(found["zero1_fp32"]), rel=1e-6), config

@@ -420,6 +420,7 @@ def test_a_hang_is_blamed_on_the_rank_that_is_behind(
         mock.Mock(wraps=launcher_module.events_of),
     )
     monkeypatch.setattr(launcher_module, "events_of", read)
+    folder.event("warning", 0, message="")
     running.wait_until(lambda: read.called)
     cached = folder.events.stat()  # NFS answers from its cache until the file is opened again
     monkeypatch.setattr(

@@ -541,3 +541,9 @@ def gathering(others: bool) -> Callable[[list, bool, None], None]:
         found[:] = [True, others]
 
     return gather
+
+
+def test_functions_may_be_compiled_for_many_shapes() -> None:
+    """torch would run later shapes as written, with other kernels than a resumed run."""
+    compiled(rms_norm)
+    assert torch._dynamo.config.recompile_limit >= 64

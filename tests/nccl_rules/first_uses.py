@@ -23,8 +23,8 @@ class FirstUses(TorchDispatchMode):
     the allocator to make room; all of them wait for every stream of the device.
 
     sizes: False distinguishes only dimensions and types, and leaves out empty tensors, for which no
-        kernel runs. It is meant for a model with experts: the number of their rows differs between
-        micro-batches, so that no warm-up can run all shapes.
+        kernel runs. It is meant for models with experts, whose number of rows differs between
+        micro-batches, and for documents of different lengths, since no warm-up can run all shapes.
     """
 
     def __init__(self, device: Device, *, sizes: bool = True):
@@ -39,10 +39,8 @@ class FirstUses(TorchDispatchMode):
             tensors = [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor)]
             if not self.sizes and any(x.numel() == 0 for x in tensors):
                 return function(*arguments, **(keywords or {}))
-            use = (
-                function,
-                *((tuple(x.shape) if self.sizes else x.dim(), x.dtype) for x in tensors),
-            )
+            kinds = [(tuple(x.shape) if self.sizes else x.dim(), x.dtype) for x in tensors]
+            use = (function, *(kinds if self.sizes else dict.fromkeys(kinds)))
             if use not in self.known:
                 self.known.add(use)
                 self.device.synchronize_all(f"the first use of {function} with {use[1:]}")

@@ -1,11 +1,14 @@
 """Stages post their messages in an order that NCCL can run; mutants of this order hang."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain, product
 
 import pytest
+import torch
 
 from benchmarks.communication_slots import SCHEDULES
+from models.parallel.collectives import TensorAxis
 from tests.nccl_rules.slots import (
     LaunchRule,
     StepProgram,
@@ -16,6 +19,7 @@ from tests.nccl_rules.slots import (
 )
 from threefold.config.layout import PAIRED_SCHEDULES
 from threefold.pipeline import schedules
+from threefold.pipeline.channels import Boundary
 from threefold.pipeline.schedules import (
     Action,
     Pass,
@@ -199,3 +203,10 @@ def test_few_calls_create_the_groups_of_all_routes(
         members = list(chain.from_iterable(routes_of_round))
         assert len(members) == len(set(members))
     assert len(found) <= 6
+
+
+@pytest.mark.parametrize(("columns", "is_parted"), [(98, True), (99, False)])
+def test_parts_of_a_message_are_equal(columns: int, is_parted: bool) -> None:
+    boundary = Boundary((255, 1, columns), torch.float32, TensorAxis(size=2))
+    assert boundary.is_parted == is_parted
+    assert not replace(boundary, tensor=TensorAxis(size=2, sequence_parallel=True)).is_parted

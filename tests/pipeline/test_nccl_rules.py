@@ -78,7 +78,8 @@ def train(recipe: Recipe, world: LaunchEnvironment, *, watched: bool = False) ->
 
     engine, data = start(recipe, world)
     found = []
-    with watch_first_uses(watched, sizes=recipe.model.experts is None):
+    varies = recipe.model.experts is not None or recipe.data.separate_documents
+    with watch_first_uses(watched, sizes=not varies):
         for step in (1, 2):
             result = train_step(engine, data, step)
             found += [result.loss, result.grad_norm]
@@ -267,6 +268,7 @@ def mutant_worker(corpus: str, mutant: str) -> str:
     """Train a step with a mutant of the engine; return the error that ended it."""
     rules = Rules(slots=1 if mutant == "one kernel" else 100, patience=HANGS)
     world = join_with_rules(rules)
+    from threefold.engine.engine import StageEngine
     from threefold.pipeline import channels
     from threefold.pipeline import engine as engine_module
 
@@ -285,14 +287,19 @@ def mutant_worker(corpus: str, mutant: str) -> str:
         engine_module._run_passes = only_reduce
     if mutant == "no warm-up":
         engine_module.warm_up = leave_out
+    if mutant == "one kind":
+        all_kinds = StageEngine._infos_of_all_kinds
+        StageEngine._infos_of_all_kinds = lambda *arguments: all_kinds(*arguments)[:1]
     if mutant == "order of need":
         from tests.pipeline.test_communication import ReceivesByNeed
         from threefold.pipeline import schedules
 
         schedules._Receives = ReceivesByNeed
     schedule = "zb-v" if mutant == "order of need" else "1f1b"
+    changes = {"data__separate_documents": True} if mutant in ("one kind", "none") else {}
+    watched = mutant in ("no passes", "one kind", "none")
     try:
-        train(recipe_of(corpus, {"schedule": schedule}), world, watched=mutant == "no passes")
+        train(recipe_of(corpus, {"schedule": schedule}, **changes), world, watched=watched)
     except Exception as problem:
         return f"{type(problem).__name__}: {problem}"
     return "trained"
@@ -304,6 +311,7 @@ def mutant_worker(corpus: str, mutant: str) -> str:
         ("no connections", "the first use of"),
         ("no passes", "DeviceWideSynchronization"),
         ("order of need", "met receive"),
+        ("one kind", "DeviceWideSynchronization"),
         pytest.param("no warm-up", "the first use of", marks=pytest.mark.long),
         pytest.param("one kernel", "Hang", marks=pytest.mark.long),
     ],
@@ -311,6 +319,11 @@ def mutant_worker(corpus: str, mutant: str) -> str:
 def test_a_mutant_of_the_engine_is_caught(mutant: str, expected: str, corpus: Path) -> None:
     found = run_ranks(2, mutant_worker, str(corpus), mutant)
     assert any(expected in each for each in found), found
+
+
+def test_kernels_of_both_kinds_of_micro_batches_run_before_the_first_step(corpus: Path) -> None:
+    """The windows of a micro-batch may have one document each, or several."""
+    assert run_ranks(2, mutant_worker, str(corpus), "none") == ["trained"] * 2
 
 
 def rules_worker() -> dict[str, str]:

@@ -197,7 +197,7 @@ def _length(phase: PhaseTable) -> int:
 IN_PLACE = {
     "batch": ("global_sequences",),
     "optimizer": ("learning_rate", "schedule"),
-    "data": ("train", "validation", "separate_documents"),
+    "data": ("train", "validation"),
 }
 
 

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from models.context_parallel.division import Division, Lengths, Slices, divide, rank_work
+from models.context_parallel.division import Lengths, Slices, rank_work
 from models.errors import UserError, a_few, counted
-from models.parallel.micro_batch_info import Documents, MaskKey, MicroBatchInfo
+from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
 from threefold.config.parallel_dims import ParallelDims
 from threefold.config.phases import PhasePlan, Segment
 from threefold.config.recipe import Recipe
@@ -447,23 +447,14 @@ class TrainingData:
             lengths: lengths of the documents in each sequence, which add up to its length
             dropout: the key of the masks; None: no dropout
         """
-        documents = None
-        if any(len(documents) > 1 for documents in lengths):  # otherwise attention needs no mask
-            documents = Documents(lengths)
-        return MicroBatchInfo(dropout, documents, self._division(sum(lengths[0]), documents))
+        context = self.context_rank, self.context_size
+        return MicroBatchInfo.of_windows(lengths, *context, dropout=dropout)
 
     def _document_lengths(self, recipe: Recipe, windows: list[tuple[SequenceView, int]]) -> Lengths:
         """Return the lengths of the documents in each window, one document if not separated."""
         if not recipe.data.separate_documents:
             return ((recipe.model.sequence_length,),) * len(windows)
         return tuple(corpus.document_lengths(index) for corpus, index in windows)
-
-    def _division(self, length: int, documents: Documents | None) -> Division | None:
-        """Return the division of sequences with these documents among the context ranks."""
-        if self.context_size == 1:
-            return None
-        lengths = documents.lengths if documents else None
-        return divide(length, self.context_rank, self.context_size, lengths)
 
     def _read(
         self, windows: list[tuple[SequenceView, int]], slices: Slices | None, further: int

@@ -76,6 +76,9 @@ upstream change that would make the override removable.
 - `gradient_accumulation_steps`. Upstream: `set_train_batch_size` changes the engine's number of
   micro-batches, but not the copy that the optimizer holds. Ours: both. Reason: a batch ramp.
   Removable if the optimizer asks the engine.
+- `micro_steps`. Upstream: ZeRO-3 updates when the number of micro-batches since the engine was
+  built is a multiple of that of a step. Ours: the count begins anew in each step. Reason: a batch
+  ramp. Removable if `set_train_batch_size` resets the count.
 
 `threefold/pipeline/`
 

@@ -21,7 +21,7 @@ from models.experts.layer import expert_layers
 from models.kernels.attention import cumulative_lengths
 from models.kernels.compile import are_compiled
 from models.layer_specs import logical_parameters, observed_scores, vocabulary_tables
-from models.parallel.micro_batch_info import MicroBatchInfo
+from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
 from models.sharding import sharding_of
 from threefold.checkpoint.state import CheckpointReader, Fragment, TrainingState, training_state
 from threefold.config.recipe import Recipe
@@ -449,7 +449,9 @@ class StageEngine(Engine):
         prepare_documents([batch.info for batch in micro_batches], self.device)
         if self.wrapped.needs_warm_up:
             first = micro_batches[0]
-            self.wrapped.warm_up(first.tokens, first.labels, first.info, note=self.crumb.note)
+            infos = self._infos_of_all_kinds(first.info.dropout)
+            prepare_documents(infos, self.device)
+            self.wrapped.warm_up(first.tokens, first.labels, infos, note=self.crumb.note)
             self._reset_statistics()
         if self._to_warm_up is not None:
             expected, self._to_warm_up = self._to_warm_up, None
@@ -467,12 +469,29 @@ class StageEngine(Engine):
         self.wrapped.module.check_all_taken()
         return result
 
+    def _infos_of_all_kinds(self, dropout: MaskKey | None) -> list[MicroBatchInfo]:
+        """Return the information about training micro-batches that use different kernels.
+
+        With separate documents, the windows of a micro-batch may have one document each, for which
+        attention needs no mask, or several.
+        """
+        recipe, context = self.recipe, self.axes.context
+        length, rows = recipe.model.sequence_length, recipe.batch.micro_sequences
+        kinds = [(length,), (length // 2, length - length // 2)]
+        return [
+            MicroBatchInfo.of_windows((window,) * rows, context.rank, context.size, dropout=dropout)
+            for window in (kinds if recipe.data.separate_documents else kinds[:1])
+        ]
+
 
 class Zero3Engine(Engine):
     """Engine with ZeRO-3: all layers are on every rank, and their weights are gathered in turn."""
 
     def _train(self, micro_batches: Iterable[MicroBatch]) -> torch.Tensor:
         self.wrapped.train()
+        # DeepSpeed updates when this count is a multiple of the number of micro-batches, which may
+        # have changed.
+        self.wrapped.micro_steps = 0
         losses = []
         for number, micro_batch in enumerate(micro_batches):
             self.crumb.note("forward pass", micro_batch=number)

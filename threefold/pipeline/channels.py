@@ -7,6 +7,7 @@ and each host blocks until the other one joins. All routes are therefore connect
 step.
 """
 
+import math
 import os
 from dataclasses import dataclass
 
@@ -50,7 +51,8 @@ class Boundary:
 
         Narayanan et al. 2021 (arXiv 2104.04473), section 4.1.
         """
-        return self.tensor.size > 1 and not self.tensor.sequence_parallel
+        divides = math.prod(self.shape) % self.tensor.size == 0
+        return self.tensor.size > 1 and not self.tensor.sequence_parallel and divides
 
 
 class Channels:

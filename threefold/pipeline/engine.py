@@ -5,7 +5,7 @@ until the last pass that needs it.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -77,7 +77,7 @@ def warm_up(
     engine: "ScheduledEngine",
     tokens: Tensor | None,
     labels: Tensor | None,
-    info: MicroBatchInfo,
+    infos: Sequence[MicroBatchInfo],
     *,
     note: Callable[[str], None],
 ) -> None:
@@ -90,7 +90,7 @@ def warm_up(
         engine: the engine, before its first step
         tokens: [b, s] where the stage has the start of the model
         labels: [b, s] where the stage has the end of the model
-        info: the information about a training micro-batch
+        infos: the information about a training micro-batch of each kind
         note: called before each part with a description, so that a hang is not suspected while
             kernels are compiled
     """
@@ -98,7 +98,7 @@ def warm_up(
     engine.channels.connect()
     inputs = _on_device(tokens, engine.device), _on_device(labels, engine.device)
     engine.module.train()
-    _run_passes(engine, inputs, info, note)
+    _run_passes(engine, inputs, infos, note)
     note("warming up: reduction of gradients")
     engine.gradients.finish()  # the next step's first gradients replace these
     if engine.grid.optimizer_group is not None:
@@ -106,7 +106,8 @@ def warm_up(
         group = engine.grid.optimizer_group
         numbers = torch.ones(dist.get_world_size(group), device=engine.device)
         dist.all_to_all_single(torch.empty_like(numbers), numbers, group=group)
-    warm_up_evaluation(engine, tokens, labels, info, note=note)
+    for info in infos:
+        warm_up_evaluation(engine, tokens, labels, info, note=note)
 
 
 def warm_up_evaluation(
@@ -121,12 +122,12 @@ def warm_up_evaluation(
 
     An evaluation whose micro-batches have documents, in a run whose training has none, needs it
     once more with documents, before its first receive is posted. The arguments are those of
-    `warm_up`, with the information about a micro-batch of the evaluation.
+    `warm_up`, with the information about one micro-batch, of the evaluation.
     """
     inputs = _on_device(tokens, engine.device), _on_device(labels, engine.device)
     engine.module.eval()
     with torch.no_grad(), observed_scores(engine.module):
-        _run_passes(engine, inputs, replace(info, dropout=None), note)
+        _run_passes(engine, inputs, [replace(info, dropout=None)], note)
     engine.module.train()
     if engine.device.type == "cuda":
         torch.cuda.synchronize(engine.device)
@@ -139,20 +140,24 @@ def _on_device(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 def _run_passes(
     engine: "ScheduledEngine",
     inputs: tuple[Tensor | None, Tensor | None],
-    info: MicroBatchInfo,
+    infos: Sequence[MicroBatchInfo],
     note: Callable[[str], None],
 ) -> None:
     """Run forward passes and, if gradients are enabled, backward passes of every chunk."""
-    # With ZeRO-2, one more micro-batch whose sums are added to those of the first two.
-    micro_batches = WARM_UP_MICRO_BATCHES + 1 if engine.gradients.sharded else WARM_UP_MICRO_BATCHES
-    engine.module.take_micro_batch_infos([info] * micro_batches)
+    of_micro_batches = [info for info in infos for _ in range(WARM_UP_MICRO_BATCHES)]
+    groups = 1
+    if engine.gradients.sharded:  # one more micro-batch, whose sums are added to the others'
+        groups = 2
+        of_micro_batches.append(infos[0])
+    micro_batches = len(of_micro_batches)
+    engine.module.take_micro_batch_infos(of_micro_batches)
     chunks = range(engine.pipeline.virtual_stages)
     kinds = (BACKWARD, WEIGHT) if engine.pipeline.splits else (BACKWARD,)
     engine.group_ends = {
         Pass(kind, engine.stage_id, chunk, number): number == micro_batches - 1
         for chunk in chunks
         for kind in kinds
-        for number in range(WARM_UP_MICRO_BATCHES - 1, micro_batches)
+        for number in range(micro_batches - groups, micro_batches)
     }
     engine.partners = {}
     engine.total_loss, engine.fwd_outputs = None, []
@@ -387,12 +392,12 @@ class ScheduledEngine(PipelineEngine):
         self,
         tokens: Tensor | None,
         labels: Tensor | None,
-        info: MicroBatchInfo,
+        infos: Sequence[MicroBatchInfo],
         *,
         note: Callable[[str], None],
     ) -> None:
         """Use every route, group and kernel once, before the first step; see `warm_up`."""
-        warm_up(self, tokens, labels, info, note=note)
+        warm_up(self, tokens, labels, infos, note=note)
         self.needs_warm_up = False
 
     def warm_up_evaluation(

@@ -305,6 +305,9 @@ def start_processes(
         torch.set_num_threads(cores_of_rank(os.environ, world))
     if on_gpu():
         torch.cuda.set_device(local_rank)
+        # Otherwise cuBLAS may round partial sums to 16 bits, depending on the layout's shapes.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     elif keeps_memory:
         keep_memory()
     try:

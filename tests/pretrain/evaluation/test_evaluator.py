@@ -192,7 +192,7 @@ REQUESTS_AT = Tasks.requests_at
 
 
 def without_documents(data: TrainingData) -> MicroBatchInfo:
-    return MicroBatchInfo(None, None, data._division(data.sequence_length, None))
+    return data.info(((data.sequence_length,),))
 
 
 def faulty_worker(folder: str) -> dict[str, Any]:
