@@ -13,12 +13,13 @@ import tomli_w
 from models.errors import UserError
 from threefold.commands import plan
 from threefold.config.loading import REPOSITORY, load_recipe
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.phases import PhasePlan
 from threefold.launch.replanning import Replanner
 from threefold.plan.job import Machine, job_of, recipe_on_cluster
 from threefold.plan.memory.peak import stage_memory
 from threefold.plan.report import predicted_metrics, predicted_metrics_of_run
-from threefold.plan.search import INVALID_IN_ANOTHER_STEP
+from threefold.plan.search import INVALID_IN_RUN
 from threefold.prove.shrink import shrink
 from threefold.sweep.choice import TrialRequest, choose
 
@@ -89,6 +90,32 @@ def test_a_phase_with_its_own_layout_fits(
 
 
 @pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        (["--nodes", "2", "--gpu", "H200"], ["cluster.nodes=2", "cluster.gpu=H200"]),
+        (["--nodes", "9", "--gpu", "GB200", "--gpus-per-node", "4", "--headroom", "0"],
+         ["cluster.nodes=9", "cluster.gpus_per_node=4", "cluster.gpu=GB200"]),
+    ],
+)  # fmt: skip
+def test_the_printed_options_lead_to_a_recipe_that_runs(
+    words: list[str], changes: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On racks, too, tensor ranks are those of a node."""
+    source = REPOSITORY / "recipes/llama/70b.toml"
+    size = ["--set", "batch.global_sequences=36", "--set", "batch.micro_sequences=1"]
+    monkeypatch.setattr("sys.argv", ["plan.py", str(source), *words, *size, "--top", "1"])
+    with pytest.raises(SystemExit):
+        plan.main()
+    printed = capsys.readouterr().out.partition("To use layout 1: ")[2].split()[1::2]
+    assert printed[: len(changes)] == changes
+    recipe = load_recipe(source, [*size[1::2], *printed])
+    assert recipe.cluster is not None
+    per_node = recipe.cluster.gpus_per_node
+    ranks = LaunchEnvironment(size=recipe.cluster.nodes * per_node, local_size=per_node)
+    assert recipe.parallel_dims(ranks).world_size == ranks.size
+
+
+@pytest.mark.parametrize(
     ("phase", "expected"), [("first", [1, 1, 1]), ("long", [2, 1, 1]), ("decay", [2, 2, 1])]
 )
 def test_a_written_recipe_keeps_all_phases(
@@ -151,14 +178,14 @@ def test_chosen_layouts_are_valid_in_every_step(
     with pytest.raises(SystemExit):
         plan.main()
     output = capsys.readouterr().out
-    left_out = int(re.findall(rf"{INVALID_IN_ANOTHER_STEP} \((\d+)\)", output)[0])
+    left_out = int(re.findall(rf"{INVALID_IN_RUN} \((\d+)\)", output)[0])
     assert 0 < left_out < int(re.findall(r"Best of (\d+) layouts", output)[0])
     check(output.partition("To use layout 1: ")[2].split()[1::2])
     assert len(PhasePlan(load_recipe(copy)).segments) > 1
 
     choice = choose(TrialRequest(recipes=[file], top=3))
     assert [trial.job.layout.data for trial in choice.trials] == [4] * 3
-    assert choice.ruled_out[INVALID_IN_ANOTHER_STEP] > 0
+    assert choice.ruled_out[INVALID_IN_RUN] > 0
 
     placement = Replanner(file, ["cluster.nodes=9"]).placement_on(8)
     assert placement is not None

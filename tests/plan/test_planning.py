@@ -68,7 +68,7 @@ from threefold.plan.memory.peak import (
     state_bytes,
     state_of_stage,
 )
-from threefold.plan.recipe_edits import changes
+from threefold.plan.recipe_edits import options_of
 from threefold.plan.report import rates
 from threefold.plan.search import (
     DEFAULT_HEADROOM,
@@ -725,7 +725,7 @@ def test_the_best_layouts_can_be_run_and_match_the_prediction(name: str, nodes: 
     for fitting in found.plans:
         assert fitting.memory.total <= job.machine.gpu.memory_gib * GIB * (1 - DEFAULT_HEADROOM)
         table = recipe.model_dump(mode="json", exclude_none=True)
-        apply_overrides(table, changes(recipe, fitting).split()[1::2])
+        apply_overrides(table, options_of(recipe, fitting))
         again = job_of(parse_recipe(table, "edited"), job.machine)  # reads the DeepSpeed JSON too
         assert again.layout == fitting.job.layout
         assert step_time(again).total == fitting.time.total
@@ -738,9 +738,8 @@ def test_the_options_for_a_layout_select_it() -> None:
     own = job.layout.zero_stage
     another = next(each for each in others if each.job.layout.zero_stage != own)
     for fitting in (best, another):
-        options = changes(recipe, fitting).split()
-        assert options and options[::2] == ["--set"] * (len(options) // 2)
-        assert planned("gpt/13b", few, *options[1::2])[1].layout == fitting.job.layout
+        options = options_of(recipe, fitting)
+        assert options and planned("gpt/13b", few, *options)[1].layout == fitting.job.layout
 
 
 def all_layouts(job: Job, rejected: Counter[str]) -> list[PlannedLayout]:
@@ -1271,3 +1270,11 @@ def test_a_plan_needs_no_standard_output(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(SystemExit) as ended:
         plan.main()
     assert ended.value.code == 0
+
+
+def test_no_layout_of_a_rack_has_tensor_ranks_on_several_nodes() -> None:
+    changes = "cluster={nodes=8, gpus_per_node=4, gpu='GB200'}", "layout={tensor=4, pipeline=8}"
+    job = planned("llama/70b", *changes)[1]
+    rejected = Counter[str]()
+    assert {sizes.tensor for sizes in valid_sizes(job, rejected)} == {1, 2, 4}
+    assert rejected["tensor groups across nodes"]

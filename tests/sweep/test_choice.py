@@ -9,9 +9,10 @@ import tomli_w
 
 from models.errors import UserError
 from tests.conftest import changed, small_recipe
-from threefold.config.loading import DEFAULT_RECIPE, load_recipe, parse_recipe
+from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe, parse_recipe
 from threefold.plan.job import Machine, job_without_layout
-from threefold.plan.search import search
+from threefold.plan.search import INVALID_IN_RUN, search
+from threefold.sweep import choice as choice_module
 from threefold.sweep.choice import TrialRequest, choose, values_of_setting
 from threefold.sweep.report import choice_lines
 from threefold.sweep.trial import Trial
@@ -136,6 +137,10 @@ def test_a_key_depends_on_what_decides_the_speed() -> None:
         {"cluster__gpu": "H100"},
         {"training__compile": True},
         {"data__separate_documents": True},
+        {"optimizer__kind": "muon"},
+        {"optimizer__kind": "muon", "optimizer__qk_clip": 100.0},
+        {"optimizer__average": {"decay": 0.9, "every": 2}},
+        {"optimizer__average": {"decay": 0.9, "every": 4}},
     ]
 
     def keyed(changes: dict[str, Any]) -> str:
@@ -189,6 +194,23 @@ def test_a_layout_that_the_plan_rules_out_is_not_tried() -> None:
     (rejection,) = choice.rejections
     assert rejection.outcome == "too_large" and "micro_sequences=4" in rejection.settings
     assert "GiB per GPU according to the plan; the GPU has 79.1 GiB" in rejection.reason
+
+
+@pytest.mark.parametrize("searched", [True, False])
+def test_layouts_that_a_run_rejects_do_not_end_the_list(
+    searched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With four tensor ranks, tiles of FP8 would be divided."""
+    if not searched:  # as if the search did not know of another rule
+        monkeypatch.setattr(choice_module, "problem_in_run", lambda *_: lambda plan: "")
+    request = TrialRequest(
+        recipes=[REPOSITORY / "recipes/tiny-fp8.toml"], layouts="all", gpus_per_node=[4],
+    )  # fmt: skip
+    choice = choose(request)
+    layouts = [trial.recipe.layout for trial in choice.trials]
+    assert len(layouts) > 20 and {layout.tensor for layout in layouts} == {1, 2}
+    assert all("128 x layout.tensor" in each.reason for each in choice.rejections)
+    assert searched == (not choice.rejections) == (choice.ruled_out[INVALID_IN_RUN] > 0)
 
 
 def test_a_search_counts_what_the_plan_rules_out() -> None:

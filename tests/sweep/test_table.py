@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import GPT_SWITCHES, changed, small_recipe
-from threefold.config.loading import parse_recipe
+from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.plan.calibration.runs_table import (
     REQUIRED_COLUMNS,
     SWITCH_COLUMNS,
@@ -64,6 +64,15 @@ SHAPES = {
         "model__qk_norm_over": "projection",
         "model__activation": "geglu",
     },
+    "fp8": {"training__matmul_precision": "fp8", "model__head_size": 128},
+    "muon": {"optimizer__kind": "muon", "optimizer__qk_clip": 100.0},
+    "average, documents": {
+        "optimizer__average": {"decay": 0.9, "every": 4},
+        "data__separate_documents": True,
+        "layout": {"pipeline": 2, "reduce_every": 2},
+        "deepspeed": "ds_configs/zero2_bf16.json",
+        "batch__micro_sequences": 1,
+    },
 }
 
 
@@ -86,16 +95,42 @@ def test_the_planner_reads_back_the_job(shape: str, tmp_path: Path) -> None:
     assert read.skipped == "" and read.job is not None
     ours = trial.job
     for name in ("tensor", "pipeline", "virtual_stages", "data", "zero_stage", "sequence_parallel",
-                 "recompute", "micro_sequences", "expert"):  # fmt: skip
+                 "recompute", "micro_sequences", "expert", "reduce_every"):  # fmt: skip
         assert getattr(read.job.layout, name) == getattr(ours.layout, name), name
     for name in ("layers", "kv_heads", "experts", *SWITCH_COLUMNS):
         assert getattr(read.job.model, name) == getattr(ours.model, name), name
+    for name in ("optimizer", "limits_logits", "average_every", "separate_documents",
+                 "quantization"):  # fmt: skip
+        assert getattr(read.job, name) == getattr(ours, name), name
     assert read.job.machine.gpus == ours.machine.gpus
     assert read.job.machine.gpu.name == ours.machine.gpu.name
     assert read.job.precision == ours.precision
     assert read.job.global_sequences == ours.global_sequences
     assert read.measured.step_seconds == 0.2 and read.measured.memory_gib == 1.5
     assert not read.measured.out_of_memory
+
+
+CPU = "cluster={nodes=1, gpus_per_node=4, gpu='cpu'}"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "setting", "reason"),
+    [
+        ("tiny-mla", CPU, "arch latent attention"),
+        (
+            "tiny",
+            "model.prediction={depth=1, loss_weight=0.3}",
+            "arch prediction of further tokens",
+        ),
+    ],
+)
+def test_rows_whose_model_the_columns_cannot_describe_are_skipped(
+    recipe: str, setting: str, reason: str, tmp_path: Path
+) -> None:
+    trial = Trial("x", load_recipe(REPOSITORY / "recipes" / f"{recipe}.toml", [CPU, setting]), 2, 5)
+    (tmp_path / "sweep.csv").write_text(table_text([row_of_trial(trial)]))
+    (read,) = read_table(tmp_path / "sweep.csv")
+    assert read.job is None and read.skipped == f"{reason} is not modelled"
 
 
 def test_the_columns_are_those_of_a_table_of_runs() -> None:

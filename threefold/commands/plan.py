@@ -12,7 +12,7 @@ from typing import Any
 from models.errors import UserError
 from models.hugging_face.config import export_problem
 from threefold.config.layout import Cluster
-from threefold.config.loading import DEFAULT_RECIPE
+from threefold.config.loading import DEFAULT_RECIPE, load_recipe
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.config.sections import FIRST_PHASE
@@ -93,6 +93,17 @@ def read_recipe(options: argparse.Namespace) -> tuple[PhasePlan, Recipe, Cluster
     return whole, whole.recipe_of(options.phase) if options.phase else recipe, cluster
 
 
+def cluster_changes(options: argparse.Namespace, cluster: Cluster) -> list[str]:
+    """Return the values of --set that give the recipe's [cluster], if it has one, this cluster."""
+    own = load_recipe(options.recipe, options.set).cluster
+    keys = ("nodes", "gpus_per_node", "gpu") if own else ()
+    return [
+        f"cluster.{key}={getattr(cluster, key)}"
+        for key in keys
+        if getattr(cluster, key) != getattr(own, key)
+    ]
+
+
 def plan(options: argparse.Namespace) -> int:
     """Print a plan of the recipe's own layout and the fastest layouts; return the exit code."""
     for name in ("storage", "restart"):
@@ -155,8 +166,11 @@ def plan(options: argparse.Namespace) -> int:
         if options.top:
             print()
             print("\n".join(report.search_lines(result, step_time(own) if own else None)))
-            if result.plans and (changes := recipe_edits.changes(recipe, result.plans[0], phase)):
-                print(f"To use layout 1: {changes}")
+            if result.plans:
+                changes = cluster_changes(options, cluster)
+                changes += recipe_edits.options_of(recipe, result.plans[0], phase)
+                if changes:
+                    print("To use layout 1:", *(f"--set {change}" for change in changes))
     if options.write:
         recipe_edits.write_recipe(whole.recipe, result, options.write, options.recipe, phase=phase)
         where = "" if phase == FIRST_PHASE else f' in phase "{phase}"'

@@ -79,11 +79,6 @@ def phase_prefix(phase: str) -> str:
     return "" if phase == FIRST_PHASE else f"phase.{phase}."
 
 
-def changes(recipe: Recipe, plan: Plan, phase: str = FIRST_PHASE) -> str:
-    """Return the options of pretrain.py that change the layout of a phase to a plan's."""
-    return " ".join(f"--set {option}" for option in options_of(recipe, plan, phase))
-
-
 def options_of(recipe: Recipe, plan: Plan, phase: str = FIRST_PHASE) -> list[str]:
     """Return the values of --set that change the layout of a phase to a plan's.
 
@@ -113,15 +108,11 @@ def in_layout(whole: Recipe, plan: Plan, origin: str, phase: str = FIRST_PHASE) 
 
 def problem_in_run(
     whole: Recipe, machine: Machine, software: Software, phase: str = FIRST_PHASE
-) -> Callable[[Plan], str] | None:
-    """Return a function that says why a run rejects a plan's layout in a phase.
+) -> Callable[[Plan], str]:
+    """Return a function that says why a run rejects a plan's layout in a phase; "" if it does not.
 
-    Returns:
-        None if no check is needed, because all steps have the same batch, sequence length and
-        layout
+    The search knows the general rules of layouts, but not those of every key of a recipe.
     """
-    if len(PhasePlan(whole).segments) == 1:
-        return None
     return lambda plan: problem_in_any_step(
         lambda: in_layout(whole, plan, whole.name, phase), machine, software
     )

@@ -56,7 +56,7 @@ PR_SET_PDEATHSIG = 1  # of prctl(2): kill this process when its parent ends
 DEFAULT_HEADROOM = 0.08
 TOO_LARGE_FOR_GPU = "too large for a GPU"  # reasons of rejected layouts
 TOO_LARGE_FOR_HOST = "too large for the host that builds them"
-INVALID_IN_ANOTHER_STEP = "invalid in another phase or for a batch of batch.ramp"
+INVALID_IN_RUN = "invalid with other keys of the recipe, in a phase or for a batch of batch.ramp"
 NEAR_TIE = 0.02  # relative difference of predicted times that is within the prediction error
 
 
@@ -104,7 +104,7 @@ def search(
     A layout fits if it leaves the share `headroom` of a GPU's memory free.
 
     Args:
-        problem_of: returns why another step of the run rejects a layout; empty if none does
+        problem_of: returns why the run rejects a layout; empty if it does not
         processes: maximum number of processes for a long search. They are forked; pass 1 if this
             process has threads.
 
@@ -263,7 +263,7 @@ def _try_part(first: int, *, finds_nearest: bool) -> TriedLayouts:
 def choose_valid_plans(
     result: SearchResult, plans: Sequence[Plan], top: int, problem_of: Callable[[Plan], str]
 ) -> None:
-    """Add the `top` fastest plans that no step rejects, and count the rejected ones before them.
+    """Add the `top` fastest plans that the run does not reject; count those rejected before them.
 
     `problem_of` takes milliseconds per plan, so it is called only until enough plans are found.
     """
@@ -280,7 +280,7 @@ def choose_valid_plans(
             result.plans.append(plan)
         else:
             rejected += 1
-    result.rejected += Counter({INVALID_IN_ANOTHER_STEP: rejected})  # no key for 0
+    result.rejected += Counter({INVALID_IN_RUN: rejected})  # no key for 0
 
 
 def state_exceeds(job: Job, limit: float) -> bool:
@@ -446,7 +446,7 @@ def context_attention_is_valid(job: Job, sizes: PlannedLayout, kind: str) -> boo
 def tensor_rejection(job: Job, tensor: int) -> str:
     """Return the reason why a tensor-parallel size is not valid; empty if it is valid."""
     model = job.model
-    if job.machine.linked_gpus % tensor:
+    if job.machine.gpus_per_node % tensor:
         return "tensor groups across nodes"
     dense = model.ffn_hidden_size if model.has_dense_layers else 0
     if any(size % tensor for size in (model.heads, model.kv_heads, dense)):

@@ -67,6 +67,8 @@ FORMATS: Mapping[str, OperandFormat] = MappingProxyType(
 )
 # Words of a table's precision, in the order in which they are tried.
 WORDS = (
+    ("fp8-tiles", "fp8-tiles"),  # ours, as tables of sweeps name them
+    ("fp8-dequantized", "fp8-dequantized"),
     (r"nvfp4|(?<!mx)(?<!mx[-_ ])fp4", "nvfp4"),
     (r"mx[-_ ]?(fp8|float8)|(fp8|float8)[-_ ]?mx(?![a-z])", "mxfp8"),
     (r"row[-_ ]?wise", "fp8-row"),

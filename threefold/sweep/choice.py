@@ -4,6 +4,7 @@ import itertools
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from threefold.plan.job import Machine, job_without_layout, recipe_on_cluster
 from threefold.plan.memory.peak import GIB, fits, host_bytes
 from threefold.plan.recipe_edits import edits, in_layout, problem_in_run, value_of
 from threefold.plan.search import (
-    INVALID_IN_ANOTHER_STEP,
+    INVALID_IN_RUN,
     TOO_LARGE_FOR_GPU,
     TOO_LARGE_FOR_HOST,
     Plan,
@@ -114,19 +115,27 @@ def choose(request: TrialRequest) -> Choice:
     layouts = request.layouts or ("own" if any(len(values) > 1 for values in grid) else "best")
     choice, seen = Choice(), set()
     for combination in combinations(request, grid):
-        try:
+        with rejected_if_invalid(choice, combination):
             for recipe in recipes_of(combination, layouts, request.top, choice.ruled_out):
-                trial = trial_of(recipe, request, source=str(short(combination.path)))
-                if trial.key not in seen:
-                    seen.add(trial.key)
-                    add(choice, trial, str(combination))
-        except UserError as problem:
-            rejection = Rejection(str(short(combination.path)), str(combination), str(problem))
-            choice.rejections.append(rejection)
+                with rejected_if_invalid(choice, combination):
+                    trial = trial_of(recipe, request, source=str(short(combination.path)))
+                    if trial.key not in seen:
+                        seen.add(trial.key)
+                        add(choice, trial, str(combination))
     if not choice.trials:
         raise UserError(nothing_to_run(choice))
     choice.trials.sort(key=lambda trial: (trial.workers, trial.planned_seconds))
     return choice
+
+
+@contextmanager
+def rejected_if_invalid(choice: Choice, combination: Combination) -> Iterator[None]:
+    """Note a UserError as the reason why a combination, or one of its layouts, is not tried."""
+    try:
+        yield
+    except UserError as problem:
+        rejection = Rejection(str(short(combination.path)), str(combination), str(problem))
+        choice.rejections.append(rejection)
 
 
 def trial_of(recipe: Recipe, request: TrialRequest, *, source: str) -> Trial:
@@ -238,12 +247,11 @@ def recipes_of(
         yield recipe
         return
     top = ALL if layouts == "all" else top
-    if problem_of := problem_in_run(whole, machine, THREEFOLD):
-        result.plans.clear()
-        choose_valid_plans(result, plans, top, problem_of)
-        plans = result.plans
+    result.plans = []
+    choose_valid_plans(result, plans, top, problem_in_run(whole, machine, THREEFOLD))
+    plans = result.plans
     for reason, count in result.rejected.items():
-        if reason in (TOO_LARGE_FOR_GPU, TOO_LARGE_FOR_HOST, INVALID_IN_ANOTHER_STEP):
+        if reason in (TOO_LARGE_FOR_GPU, TOO_LARGE_FOR_HOST, INVALID_IN_RUN):
             ruled_out[reason] += count
     if result.problem:
         raise UserError(result.problem)

@@ -60,6 +60,7 @@ COLUMNS = (
     "zero_stage", "seq_parallel", "recompute", "mbs", "gbs", "step_time_s", "round_times_s",
     "mem_gb", "oom", "usable_for_time", "schedule", "recompute_interval", "layers_per_stage",
     "outcome", "reason",
+    "optimizer_kind", "qk_clip", "average_every", "separate_documents", "reduce_every",
     "planned_step_s", "planned_mem_gb", "mfu_pct", "tokens_s_gpu", "steps", "trial", "recipe",
     *(name for name in SWITCH_COLUMNS if name not in ALWAYS_STATED),
     *(f"{part}_s" for part in PARTS), "instrumented_step_s",
@@ -73,8 +74,14 @@ def row_of_trial(trial: Trial) -> Row:
     """Return the columns that describe a trial and its plan."""
     job, model, cluster = trial.job, trial.job.model, trial.cluster
     layout, arch = job.layout, "llama" if model.norm == "rmsnorm" else "gpt"
+    cells = switch_cells(model, arch)
+    # The columns do not describe these models, so that `plan.py table` skips the row.
+    if model.latent:
+        arch = "latent attention"
+    elif model.prediction:
+        arch = "prediction of further tokens"
     return {
-        **switch_cells(model, arch),
+        **cells,
         "row_id": f"{trial.recipe.name}-{trial.key[:8]}",
         "framework": FRAMEWORK,
         "arch": arch,
@@ -90,7 +97,7 @@ def row_of_trial(trial: Trial) -> Row:
         "gpu": cluster.gpu,
         "gpus": trial.workers.size,
         "gpus_per_node": cluster.gpus_per_node,
-        "precision": job.precision,
+        "precision": job.quantization.kind if job.quantization else job.precision,
         "attention_kernel": "unfused" if job.writes_scores else "flash",
         "tp": layout.tensor,
         "pp": layout.pipeline,
@@ -109,6 +116,11 @@ def row_of_trial(trial: Trial) -> Row:
         "gbs": job.global_sequences,
         "schedule": layout.schedule,
         "recompute_interval": layout.recompute_interval,
+        "optimizer_kind": job.optimizer,
+        "qk_clip": int(job.limits_logits),
+        "average_every": job.average_every or "",
+        "separate_documents": int(job.separate_documents),
+        "reduce_every": layout.reduce_every or "",
         "layers_per_stage": " ".join(str(count) for count in job.blocks_of_virtual_stages),
         "planned_step_s": digits(trial.planned_seconds),
         "planned_mem_gb": digits(trial.planned_gib),

@@ -204,8 +204,15 @@ class Trial:
             old_key, key = old.removeprefix("layout."), new.removeprefix("layout.")
             table["layout"][old_key] = table["layout"].pop(key)
         blocks = {"layers_per_stage": list(recipe.blocks_of_virtual_stages)}
-        precision = recipe.training.matmul_precision
-        later = {} if precision == "weights" else {"matmul_precision": precision}
+        optimizer = recipe.optimizer
+        # Values other than these defaults, under which earlier sweeps have recorded their trials.
+        defaults = {
+            "matmul_precision": (recipe.training.matmul_precision, "weights"),
+            "optimizer": (optimizer.kind, "adamw"),
+            "clips_logits": (optimizer.qk_clip is not None, False),
+            "average_every": (optimizer.average.every if optimizer.average else 0, 0),
+        }
+        later = {name: value for name, (value, default) in defaults.items() if value != default}
         return digest(
             {
                 "model": table["model"],

@@ -4,7 +4,7 @@ import csv
 import difflib
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -59,6 +59,7 @@ YES_OR_NO_COLUMNS = (
 WORD_COLUMNS = ("activation", "norm_placement", "qk_norm_over")
 SWITCH_COLUMNS = (*YES_OR_NO_COLUMNS, *WORD_COLUMNS, "attention_pattern", "window")
 RECOMPUTATIONS = ("none", "selective", "full")  # from least to most
+OPTIMIZERS = ("adamw", "muon")
 STATES_NOTHING = ("", "n/a", "-", "none", "unstated")
 YES, NO = ("1", "1.0", "yes", "true"), ("", "0", "0.0", "no", "false")
 NUMBER = r"(\d{1,3}(?:,\d{3})+|\d*\.?\d+(?:[eE][+-]?\d+)?)"  # 1,024 and 1e3 too
@@ -179,6 +180,10 @@ class RowReader:
             global_sequences=self.whole("gbs"),
             precision=precision,
             software=software.on_device(machine.gpu.device),
+            optimizer=self.one_of("optimizer_kind", OPTIMIZERS),
+            limits_logits=is_yes(self.one_of("qk_clip", (*NO, *YES))),
+            average_every=self.whole("average_every") if self.cell("average_every") else 0,
+            separate_documents=is_yes(self.one_of("separate_documents", (*NO, *YES))),
         )
         together = job.layout.data * job.layout.micro_sequences
         if job.global_sequences < together:
@@ -204,6 +209,15 @@ class RowReader:
     def cell(self, key: str) -> str:
         """Return a cell; empty if there is no such column."""
         return self.cells.get(key, "")
+
+    def one_of(self, key: str, words: Sequence[str]) -> str:
+        """Return a cell that has one of some words; the first word if it is empty."""
+        word = self.cell(key).lower() or words[0]
+        if word not in words:
+            raise UserError(
+                f"{key} is {self.cell(key)}; use one of {', '.join(filter(None, words))}"
+            )
+        return word
 
     def whole(self, key: str, usual: int | None = None, why: str = "usual") -> int:
         """Return a whole number of at least 1; without a `usual` value, the cell is required."""
@@ -414,6 +428,7 @@ class RowReader:
             sequence_parallel=is_yes(split),
             recompute_interval=self.recompute_interval(),
             micro_sequences=self.micro_sequences(pipeline, software),
+            reduce_every=self.whole("reduce_every") if self.cell("reduce_every") else 0,
         )
 
     def micro_sequences(self, pipeline: int, software: Software) -> int:
@@ -603,6 +618,11 @@ class RowReader:
 #     [zero_stage] [seq_parallel] [recompute]  0 .. 3; 0 or 1; "none", "selective" or "full"
 #     [recompute_interval]  blocks that are recomputed together
 #     mbs gbs              sequences of a micro-batch and of a step
+#     optimizer_kind       adamw (default) or muon
+#     qk_clip              1 if the largest attention logits are limited
+#     average_every        updates between two averagings of the weights
+#     separate_documents   1 if attention does not cross the ends of documents
+#     reduce_every         micro-batches between two reductions of gradients
 #
 # The optional columns step_time_s, mfu_pct, mem_gb (GiB) and oom hold the measurements;
 # predictions do not read them. If a row has an MFU and no time, the time is computed from the MFU
@@ -623,7 +643,8 @@ COLUMNS = {
     "intra_gbps_unidir", "inter_gbps_per_gpu", "attention_kernel", "vpp", "cp", "dp", "ep", "etp",
     "ep_overlap", "cp_kind", "schedule", "layers_per_stage", "fsdp", "zero_stage", "seq_parallel",
     "recompute", "recompute_interval", "oom", "mem_kind", "round_times_s", "usable_for_time",
-    "outcome", "reason",
+    "outcome", "reason", "optimizer_kind", "qk_clip", "average_every", "separate_documents",
+    "reduce_every",
 }  # fmt: skip
 # Columns of published tables that resemble these but are ignored.
 UNREAD_COLUMNS = {"peak_tflops", "hfu_pct"}
