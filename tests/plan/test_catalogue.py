@@ -410,6 +410,22 @@ def own_and_best_seconds(path: Path) -> tuple[float, float]:
     return step_time(job).total, plan.time.total
 
 
+def test_a_row_of_the_catalogue_has_the_tokens_and_days_of_all_steps() -> None:
+    """The batch grows from a quarter of its size in the first half of the samples."""
+    path = REPOSITORY / "recipes" / "llama" / "7b.toml"
+    whole = load_recipe(path)
+    size = whole.batch.global_sequences
+    sizes = f"start_sequences={size // 4},increment={3 * size // 4}"
+    ramp = f"batch.ramp={{{sizes},samples={whole.training.steps * size // 8}}}"
+    rows = [
+        catalogue.recipe_row(path, recipe, Machine.of_cluster(recipe.cluster)).split(" | ")
+        for recipe in (whole, load_recipe(path, [ramp]))
+    ]
+    tokens, days = ([float(row[column].strip("T |")) for row in rows] for column in (2, -1))
+    assert tokens[1] == pytest.approx(0.625 * tokens[0], rel=0.01)
+    assert 0.6 < days[1] / days[0] < 0.8
+
+
 def test_broken_and_untracked_recipes_are_left_out_of_the_catalogue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

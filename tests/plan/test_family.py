@@ -16,11 +16,12 @@ from tests.conftest import shipped_recipes
 from threefold.commands import plan
 from threefold.config.layout import Cluster
 from threefold.config.loading import REPOSITORY, load_recipe
-from threefold.plan import search as search_module
+from threefold.plan import family as family_module
 from threefold.plan.calibration.fit import Calibration
 from threefold.plan.catalogue import family_lines, family_table
+from threefold.plan.family import Member, largest, members
 from threefold.plan.job import Machine, job_without_layout
-from threefold.plan.search import Member, largest, members, search
+from threefold.plan.search import search
 from threefold.plan.software import load_software
 
 LLAMA = REPOSITORY / "recipes" / "llama"
@@ -45,7 +46,7 @@ def plan_family(
 def shipped_families() -> Iterator[None]:
     """Leave a user's own recipes out of the families."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search_module, "recipes_in_repository", shipped_recipes)
+        patch.setattr(family_module, "recipes_in_repository", shipped_recipes)
         yield
 
 
@@ -58,7 +59,7 @@ def family() -> list[Member]:
 def few_relatives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave one smaller and two larger relatives."""
     kept = [LLAMA / f"{size}.toml" for size in ("1b", "13b", "405b")]
-    monkeypatch.setattr(search_module, "recipes_in_repository", lambda: kept)
+    monkeypatch.setattr(family_module, "recipes_in_repository", lambda: kept)
 
 
 @pytest.mark.long
@@ -123,7 +124,7 @@ def test_a_relative_that_is_not_valid_with_the_overrides_has_the_reason() -> Non
 def test_settings_may_contradict_the_layouts_of_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The named command predicts the same layout, too."""
     kept = [LLAMA / f"{size}.toml" for size in ("1b", "13b")]  # 13B: sequence parallelism of 2
-    monkeypatch.setattr(search_module, "recipes_in_repository", lambda: kept)
+    monkeypatch.setattr(family_module, "recipes_in_repository", lambda: kept)
     options = ["--days", "2000", "--set", "model.sequence_length=1001"]
     done = run_plan("largest", str(LLAMA_7B), *SIZE, *options)
     *_, last = done.stdout.splitlines()
@@ -166,7 +167,7 @@ def test_a_users_broken_recipe_is_left_out_of_its_family(
     broken.parent.mkdir()
     text = LLAMA_7B.read_text().replace("layers = 32", "layers = 32\nlayer = 5\nhead = 3")
     broken.write_text(text)
-    monkeypatch.setattr(search_module, "recipes_in_repository", lambda: [broken, LLAMA / "1b.toml"])
+    monkeypatch.setattr(family_module, "recipes_in_repository", lambda: [broken, LLAMA / "1b.toml"])
     done = run_plan("largest", str(LLAMA_7B), *SIZE, "--days", "2000", "--json")
     assert done.returncode == 0
     names = [model["name"] for model in json.loads(done.stdout)["models"]]
@@ -209,6 +210,33 @@ def test_days_below_one_are_hours() -> None:
         "largest", "--nodes", "1", "--gpus-per-node", "2", "--gpu", "cpu", "--days", "1"
     )
     assert re.search(r"^tiny .* [\d.]+ h ", done.stdout, flags=re.MULTILINE), done.stdout
+
+
+def test_the_time_of_a_model_is_that_of_all_its_phases() -> None:
+    phases = "recipes/tiny-phases.toml"
+    table = json.loads(run_plan("largest", phases, "--days", "1", "--json").stdout)
+    (model,) = table["models"]
+    layout = model["best"]["edits"]
+    settings = [f"--set={key}={json.dumps(layout[key])}" for key in layout if "." in key]
+    planned = json.loads(run_plan(phases, "--top", "0", "--json", *settings).stdout)["phases"]
+    assert model["tokens"] == planned["total_tokens"] == 4_096_000
+    assert model["days"] * 86_400 == pytest.approx(planned["total_seconds"])
+    assert model["best"]["days"] == model["days"]
+    too_short = str(model["days"] / 2)  # more than the time of 200 steps of the first phase
+    done = run_plan("largest", phases, "--days", too_short)
+    assert done.returncode == 1 and " 4.1 M " in done.stdout
+
+
+def test_the_layout_of_a_model_is_valid_for_every_batch_of_a_ramp() -> None:
+    """Two data ranks with micro-batches of 16 are the fastest, but do not divide a batch of 8."""
+    ramp = "--set=batch.ramp={start_sequences=8,increment=8,samples=800}"
+    family = json.loads(run_plan("largest", "--days", "1", ramp, "--json").stdout)
+    plan = json.loads(run_plan("--top", "1", ramp, "--json").stdout)["best"][0]
+    tiny = next(model for model in family["models"] if model["name"] == "tiny")
+    assert tiny["best"] == plan and plan["layout"]["micro_sequences"] == 4
+    later = '--set=phase=[{name="later",start_step=101,layout={pipeline=4}}]'
+    done = run_plan("largest", "--days", "1", later)
+    assert 'no layout is valid in the whole run: phase "later": layout.tensor = 1' in done.stdout
 
 
 @pytest.mark.parametrize("days", ["0", "soon", "nan"])

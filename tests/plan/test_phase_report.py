@@ -40,9 +40,11 @@ def write(folder: Path, *phases: dict[str, Any], **batch: Any) -> Path:
     return file
 
 
-def planned(capsys: Any, monkeypatch: pytest.MonkeyPatch, *words: object) -> tuple[int, str]:
+def planned(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, *words: object, top: int = 0
+) -> tuple[int, str]:
     """Run plan.py and return its exit code and its output."""
-    monkeypatch.setattr("sys.argv", ["plan.py", *map(str, words), "--top", "0"])
+    monkeypatch.setattr("sys.argv", ["plan.py", *map(str, words), "--top", str(top)])
     with pytest.raises(SystemExit) as ended:
         plan.main()
     return int(ended.value.code or 0), capsys.readouterr().out
@@ -147,6 +149,31 @@ def test_a_ramp_is_planned_batch_by_batch(
     rows = json.loads(output)["phases"]["rows"]
     assert [row["global_sequences"] for row in rows] == [size // 4 * n for n in range(1, 5)]
     assert [row["step_seconds"] for row in rows] == sorted(row["step_seconds"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("tiny-phases", []),
+        ("tiny", ["batch.ramp={start_sequences=8,increment=8,samples=3200}"]),
+    ],
+)
+def test_all_layouts_are_timed_over_the_steps_of_the_phase(
+    name: str, settings: list[str], capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [str(REPOSITORY / f"recipes/{name}.toml"), *(f"--set={each}" for each in settings)]
+    _, output = planned(capsys, monkeypatch, *words, "--json", top=1)
+    table = json.loads(output)
+    rows = [row for row in table["phases"]["rows"] if row["phase"] == "first"]
+    own, (best,) = table["own"], table["best"]
+    assert own["days"] * 86_400 == pytest.approx(sum(row["seconds"] for row in rows))
+    assert own["gpu_hours"] == pytest.approx(2 * 24 * own["days"])
+    faster = best["step_seconds"]["total"] / own["step_seconds"]["total"]
+    assert best["days"] / own["days"] == pytest.approx(faster, rel=0.2)
+    assert own["days"] < 200 * own["step_seconds"]["total"] / 86_400
+    _, output = planned(capsys, monkeypatch, *words)
+    hours = re.findall(r"^([\d.]+) hours, ", output, flags=re.MULTILINE)
+    assert hours == [f"{24 * own['days']:.2g}"]
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_llama_405b_on_meta_s_cluster_is_predicted_as_documented(
     assert (recipe.layout.tensor, recipe.layout.pipeline) == (8, 16)
     for name, expected in (("megatron-core-without-overlap", predicted), ("threefold", own)):
         job = job_of(recipe, Machine.of_cluster(recipe.cluster), load_software(name))
-        mfu = 100 * rates(job, step_time(job).total, 1).mfu
+        mfu = 100 * rates(job, step_time(job).total).mfu
         assert mfu == pytest.approx(expected, abs=0.05)
     assert predicted == pytest.approx(published, abs=6.3)
     row = f"{8 * nodes:,} | {sequence:,} |"

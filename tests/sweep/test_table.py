@@ -171,7 +171,7 @@ def test_rates_follow_from_the_median(tmp_path: Path) -> None:
     assert result.median_seconds == pytest.approx(0.3)
     tokens = trial.recipe.tokens_per_step
     assert row["tokens_s_gpu"] == pytest.approx(tokens / 0.3 / 4, rel=1e-4)
-    mfu = rates(trial.job, 0.3, trial.recipe.training.steps).mfu
+    mfu = rates(trial.job, 0.3).mfu
     assert row["mfu_pct"] == pytest.approx(100 * mfu, rel=1e-3)
     assert row["mfu_pct"] == pytest.approx(
         row_of_result(trial, Result(outcome="ok", step_seconds=[0.6]))["mfu_pct"] * 2, rel=1e-3

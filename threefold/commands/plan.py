@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -13,13 +14,14 @@ from models.errors import UserError
 from models.hugging_face.config import export_problem
 from threefold.config.layout import Cluster
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
-from threefold.config.phases import PhasePlan
+from threefold.config.phases import PhasePlan, Segment
 from threefold.config.recipe import Recipe
 from threefold.config.sections import FIRST_PHASE
 from threefold.data.manifest import unused_rows
 from threefold.plan import catalogue, recipe_edits, report
 from threefold.plan.calibration.fit import Fit, compare, fit_table
 from threefold.plan.catalogue import recipe_table, zero_stage_lines
+from threefold.plan.family import largest, members
 from threefold.plan.goodput import (
     GoodputCase,
     fault_costs,
@@ -36,8 +38,8 @@ from threefold.plan.job import (
     recipe_on_cluster,
 )
 from threefold.plan.memory.peak import fits
-from threefold.plan.report import phase_row, phases_lines, phases_table
-from threefold.plan.search import DEFAULT_HEADROOM, SearchResult, largest, members, search
+from threefold.plan.report import phase_row, phases_lines, phases_table, seconds_of_segments
+from threefold.plan.search import DEFAULT_HEADROOM, SearchResult, search
 from threefold.plan.software import THREEFOLD, load_software
 from threefold.plan.time.step import step_time
 from threefold.runtime.command_line import (
@@ -138,14 +140,14 @@ def plan(options: argparse.Namespace) -> int:
             problem_of=problem_of,
             processes=len(os.sched_getaffinity(0)),
         )
-    steps = len(whole.steps_of(phase))
+    planned = whole.segments_of(phase)
     segments = whole.segments if len(whole.segments) > 1 else ()
     phases = [phase_row(segment, machine, software, adjust) for segment in segments]
     if options.json:
         table: dict[str, Any] = {"cluster": cluster.model_dump()}
         table |= {"links": report.links_table(machine)}
-        table |= report.search_table(recipe, result, phase)
-        own_table = report.job_table(own, steps) if own else None
+        table |= report.search_table(recipe, result, planned)
+        own_table = report.job_table(own, seconds_of_segments(own, planned)) if own else None
         table |= {"own": own_table, "own_rejected": problem, "calibration": fit.table()}
         if phases:
             table |= {"phase": phase, "phases": phases_table(phases)}
@@ -158,7 +160,7 @@ def plan(options: argparse.Namespace) -> int:
         print(report.heading(whole.recipe, own or job), end="\n\n")
         if phases:
             print(f'Phase "{phase}":')
-        print_plan(recipe, own, problem, steps=steps)
+        print_plan(recipe, own, problem, segments=planned)
         if phases:
             print("\n".join(["", *phases_lines(phases)]))
         if own and options.failures_per_day:
@@ -206,10 +208,15 @@ def goodput_case(recipe: Recipe, own: Job, options: argparse.Namespace) -> Goodp
     return GoodputCase(recipe, step_time(own).total, costs, snapshots, options.failures_per_day)
 
 
-def print_plan(recipe: Recipe, own: Job | None, problem: str, *, steps: int) -> None:
-    """Print the predictions for the recipe's own layout, or the reason why it is not valid."""
+def print_plan(
+    recipe: Recipe, own: Job | None, problem: str, *, segments: Sequence[Segment]
+) -> None:
+    """Print the predictions for the recipe's own layout, or the reason why it is not valid.
+
+    segments: the segments of the phase
+    """
     if own:
-        print("\n".join(report.plan_text(own, steps)))
+        print("\n".join(report.plan_text(own, seconds_of_segments(own, segments))))
     else:
         print(f"The recipe's own layout is not valid: {problem}")
     if unexportable := export_problem(recipe.model):

@@ -334,8 +334,8 @@ class PhasePlan:
         segment = self.at(step)
         return step > 1 and step == segment.first and self.at(step - 1).number != segment.number
 
-    def steps_of(self, phase: str) -> range:
-        """Return the steps of a phase.
+    def segments_of(self, phase: str) -> list[Segment]:
+        """Return the segments of a phase, which differ only in the batch.
 
         Raises:
             UserError: there is no such phase.
@@ -343,6 +343,15 @@ class PhasePlan:
         segments = [segment for segment in self.segments if segment.phase == phase]
         if not segments:
             raise UserError(f'there is no phase "{phase}"; use one of {", ".join(self.names)}')
+        return segments
+
+    def steps_of(self, phase: str) -> range:
+        """Return the steps of a phase.
+
+        Raises:
+            UserError: there is no such phase.
+        """
+        segments = self.segments_of(phase)
         return range(segments[0].first, segments[-1].last + 1)
 
     def recipe_of(self, phase: str) -> Recipe:

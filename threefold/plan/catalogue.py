@@ -19,8 +19,10 @@ from threefold.config.loading import (
     short,
     untracked_files,
 )
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.pipeline.schedules import schedule_name
+from threefold.plan.family import Member, largest
 from threefold.plan.job import (
     Job,
     LinkOverrides,
@@ -31,8 +33,9 @@ from threefold.plan.job import (
     links_text,
 )
 from threefold.plan.memory.peak import GIB, fullest_stage
-from threefold.plan.report import plan_table, rates, short_count
-from threefold.plan.search import Member, Plan, is_near_tie, largest, search
+from threefold.plan.report import cost, phase_row, plan_table, rates, short_count, total_seconds
+from threefold.plan.search import Plan, is_near_tie, search
+from threefold.plan.software import THREEFOLD
 from threefold.plan.time.step import step_time
 
 TABLE_HEADER = (
@@ -73,13 +76,23 @@ def recipe_table() -> tuple[list[str], list[str]]:
 
 
 def recipe_row(path: Path, recipe: Recipe, machine: Machine) -> str:
-    """Return a recipe's row of the table."""
+    """Return a recipe's row of the table, with the tokens and days of all phases.
+
+    Raises:
+        UserError: a step of the recipe is not valid.
+    """
     gpu = machine.gpu
     job = job_of(recipe, machine)
-    seconds = step_time(job).total
-    rate = rates(job, seconds, recipe.training.steps)
+    rate = rates(job, step_time(job).total)
+    rows = [
+        phase_row(segment, machine, THREEFOLD, lambda job: job)
+        for segment in PhasePlan(recipe).segments
+    ]
+    seconds = total_seconds(rows)
+    if seconds is None:
+        raise UserError(next(row.problem for row in rows if row.problem))
     billions = parameter_count(recipe.model) / 1e9
-    trillions = recipe.training.steps * recipe.tokens_per_step / 1e12
+    trillions = sum(row.tokens for row in rows) / 1e12
     cells = [
         str(path.relative_to(REPOSITORY / "recipes").with_suffix("")),
         f"{billions:,.0f} B" if billions > 100 else f"{billions:.3g} B",
@@ -89,7 +102,7 @@ def recipe_row(path: Path, recipe: Recipe, machine: Machine) -> str:
         str(job.layout.micro_sequences),
         f"{fullest_stage(job).total / GIB:.0f} of {gpu.memory_gib:.0f} GiB",
         f"{rate.mfu:.0%}",
-        f"{rate.days:,.1f}",
+        f"{cost(machine, seconds).days:,.1f}",
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -201,10 +214,12 @@ def family_table(family: Sequence[Member], cluster: Cluster, days: float) -> dic
                 "name": member.recipe.name,
                 "recipe": _shown(member.path),
                 "parameters": parameter_count(member.recipe.model),
-                "tokens": member.recipe.training.steps * member.recipe.tokens_per_step,
+                "tokens": member.tokens,
                 "days": member.days,
                 "problem": member.problem,
-                "best": plan_table(member.recipe, member.plan) if member.plan else None,
+                "best": plan_table(member.recipe, member.plan, member.seconds)
+                if member.plan and member.seconds
+                else None,
             }
             for member in family
         ],
@@ -213,13 +228,12 @@ def family_table(family: Sequence[Member], cluster: Cluster, days: float) -> dic
 
 
 def _line(member: Member) -> str:
-    recipe, plan = member.recipe, member.plan
-    tokens = short_count(recipe.training.steps * recipe.tokens_per_step)
-    start = f"{recipe.name:<18}{short_count(parameter_count(recipe.model)):>11}{tokens:>9}"
-    if plan is None:
+    recipe, plan, days = member.recipe, member.plan, member.days
+    parameters, tokens = short_count(parameter_count(recipe.model)), short_count(member.tokens)
+    start = f"{recipe.name:<18}{parameters:>11}{tokens:>9}"
+    if plan is None or days is None:
         return f"{start}{'-':>10}{'-':>8}  {member.problem}"
-    mfu = rates(plan.job, plan.time.total, recipe.training.steps).mfu
-    days = member.days or 0.0
+    mfu = rates(plan.job, plan.time.total).mfu
     time = f"{days:,.1f}" if days >= 1 else f"{24 * days:.2g} h"
     return f"{start}{time:>10}{mfu:>8.1%}  {layout_text(plan.job.layout)}"
 

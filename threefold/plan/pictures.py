@@ -36,10 +36,11 @@ from threefold.pipeline.picture import (
 from threefold.pipeline.schedules import Pipeline
 from threefold.pipeline.simulation import Timeline, idle_share, pipeline_seconds
 from threefold.plan.catalogue import layout_text
+from threefold.plan.family import relatives
 from threefold.plan.job import Job, PlannedLayout, job_without_layout
 from threefold.plan.memory.peak import GIB, StageMemory, stage_memory
 from threefold.plan.report import MEMORY_PARTS, rates, short_count
-from threefold.plan.search import DEFAULT_HEADROOM, Plan, best_plan, relatives
+from threefold.plan.search import DEFAULT_HEADROOM, Plan, search
 from threefold.plan.time.step import pipeline_of, step_time, timeline_of
 
 # A figure of a job's predicted pipeline timeline and of the memory of its stages.
@@ -230,14 +231,16 @@ def plan_on_nodes(
     # With the links of the job's machine, which options or a calibration may have changed.
     machine = replace(job.machine, gpus=nodes * job.machine.gpus_per_node)
     try:
-        return best_plan(job_without_layout(recipe, machine, job.software), headroom)
+        other = job_without_layout(recipe, machine, job.software)
     except UserError:  # the GPU does not support the recipe's precision
         return None
+    plans = search(other, 1, headroom=headroom).plans
+    return plans[0] if plans else None
 
 
 def mfu(plan: Plan) -> float:
     """Return the model FLOPs utilization of a plan."""
-    return rates(plan.job, plan.time.total, steps=1).mfu
+    return rates(plan.job, plan.time.total).mfu
 
 
 def memory_text(plan: Plan | None) -> str:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from statistics import fmean
 from typing import Any
@@ -50,7 +50,7 @@ MEMORY_PARTS = [field.name for field in fields(StageMemory)]
 
 @dataclass(frozen=True)
 class Rates:
-    """Throughput and cost of a run.
+    """Throughput of a step.
 
     Attributes:
         model_tflops: TFLOP/s per GPU, without recomputation
@@ -61,26 +61,44 @@ class Rates:
     hardware_tflops: float
     mfu: float
     tokens_per_second: float
-    days: float
-    gpu_hours: float
-    dollars: float
 
 
-def rates(job: Job, seconds: float, steps: int) -> Rates:
-    """Return the rates of a run of `steps` steps that take `seconds` each."""
-    gpus, gpu = job.machine.gpus, job.machine.gpu
+def rates(job: Job, seconds: float) -> Rates:
+    """Return the rates of a step that takes `seconds`."""
+    gpus = job.machine.gpus
     flops = flops_per_token(job.model) * job.tokens_per_step
     again = recomputed_flops_per_token(job.model, job.layout.recompute) * job.tokens_per_step
     model_tflops = flops / seconds / gpus / 1e12
-    hours = steps * seconds / 3600
     return Rates(
         model_tflops=model_tflops,
         hardware_tflops=(flops + again) / seconds / gpus / 1e12,
         mfu=model_tflops / job.peak_tflops,
         tokens_per_second=job.tokens_per_step / seconds,
-        days=hours / 24,
-        gpu_hours=hours * gpus,
-        dollars=hours * gpus * gpu.dollars_per_hour,
+    )
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Duration and price of a run, or of a phase of it."""
+
+    days: float
+    gpu_hours: float
+    dollars: float
+
+
+def cost(machine: Machine, seconds: float) -> Cost:
+    """Return the cost of `seconds` on a machine."""
+    hours = seconds / 3600
+    gpu_hours = hours * machine.gpus
+    return Cost(hours / 24, gpu_hours, gpu_hours * machine.gpu.dollars_per_hour)
+
+
+def seconds_of_segments(job: Job, segments: Sequence[Segment]) -> float:
+    """Return the time of a phase's segments, which differ only in the batch, as a job runs them."""
+    batches = [(segment.steps, segment.recipe.batch.global_sequences) for segment in segments]
+    return sum(
+        steps * step_time(replace(job, global_sequences=sequences)).total
+        for steps, sequences in batches
     )
 
 
@@ -125,8 +143,11 @@ def layout_line(layout: PlannedLayout) -> str:
     )
 
 
-def plan_text(job: Job, steps: int) -> Iterator[str]:
-    """Yield lines with a layout's memory by stage, the parts of its step time, and its rates."""
+def plan_text(job: Job, seconds: float) -> Iterator[str]:
+    """Yield lines with a layout's memory by stage, the parts of its step time, rates and cost.
+
+    seconds: the time of all steps
+    """
     time, memory = step_time(job), stage_memory(job)
     many = "es" * (job.micro_batches > 1)
     yield f"{layout_line(job.layout)}, {job.micro_batches:,} micro-batch{many} per step"
@@ -143,10 +164,11 @@ def plan_text(job: Job, steps: int) -> Iterator[str]:
     parts = [name for name in TIME_PARTS if used.get(name, True)]
     yield "seconds per step" + "".join(f"{name:>12}" for name in [*parts, "total"])
     spent = [getattr(time, name) for name in parts]
-    yield f"{'':16}" + "".join(f"{seconds:12.3f}" for seconds in [*spent, time.total])
-    yield f"{'':16}" + "".join(f"{seconds / time.total:12.1%}" for seconds in spent)
+    yield f"{'':16}" + "".join(f"{part:12.3f}" for part in [*spent, time.total])
+    yield f"{'':16}" + "".join(f"{part / time.total:12.1%}" for part in spent)
     yield ""
-    yield rates_text(rates(job, time.total, steps))
+    yield rates_text(rates(job, time.total))
+    yield cost_text(cost(job.machine, seconds))
     yield from warnings(job, memory)
 
 
@@ -193,16 +215,20 @@ def fit_lines(job: Job, memory: Sequence[StageMemory]) -> Iterator[str]:
 
 
 def rates_text(rate: Rates) -> str:
-    """Format rates in two lines."""
+    """Format rates in one line."""
     recomputing = ""
     if rate.hardware_tflops > rate.model_tflops:
         recomputing = f" ({rate.hardware_tflops:.3g} including recomputation)"
-    days = f"{rate.days:,.1f} days" if rate.days >= 1 else f"{24 * rate.days:.2g} hours"
     return (
         f"{rate.model_tflops:.3g} TFLOP/s per GPU{recomputing}, MFU {rate.mfu:.1%}, "
-        f"{rate.tokens_per_second:,.0f} tokens/s\n"
-        f"{days}, {short_count(rate.gpu_hours)} GPU hours, about ${short_count(rate.dollars)}"
+        f"{rate.tokens_per_second:,.0f} tokens/s"
     )
+
+
+def cost_text(spent: Cost) -> str:
+    """Format a cost in one line."""
+    days = f"{spent.days:,.1f} days" if spent.days >= 1 else f"{24 * spent.days:.2g} hours"
+    return f"{days}, {short_count(spent.gpu_hours)} GPU hours, about ${short_count(spent.dollars)}"
 
 
 def distinct_stages(memory: Sequence[StageMemory]) -> list[tuple[str, StageMemory]]:
@@ -443,7 +469,7 @@ def phases_table(rows: Sequence[PhaseRow]) -> dict[str, Any]:
     return {
         "rows": [asdict(row) for row in rows],
         "total_tokens": sum(row.tokens for row in rows),
-        "total_seconds": _total_seconds(rows),
+        "total_seconds": total_seconds(rows),
         "do_not_fit": do_not_fit(rows),
     }
 
@@ -456,7 +482,7 @@ def do_not_fit(rows: Sequence[PhaseRow]) -> list[str]:
 def phases_lines(rows: Sequence[PhaseRow]) -> list[str]:
     """Return a table of the phases, the totals, and a line for each phase that cannot run."""
     lines = [HEADER, *(_line(row) for row in rows)]
-    total = _total_seconds(rows)
+    total = total_seconds(rows)
     hours = f"{total / 3600:,.1f} h" if total is not None else "unknown time"
     steps, tokens = rows[-1].last_step, short_count(sum(row.tokens for row in rows))
     lines.append(f"all phases: {counted(steps, 'step')}, {tokens} tokens, {hours}")
@@ -486,7 +512,8 @@ def _line(row: PhaseRow) -> str:
     )
 
 
-def _total_seconds(rows: Sequence[PhaseRow]) -> float | None:
+def total_seconds(rows: Sequence[PhaseRow]) -> float | None:
+    """Return the time of all rows; None if a layout is not valid."""
     seconds = [row.seconds for row in rows if row.seconds is not None]
     return sum(seconds) if len(seconds) == len(rows) else None
 
@@ -494,8 +521,11 @@ def _total_seconds(rows: Sequence[PhaseRow]) -> float | None:
 # Tables that plan.py prints with --json: predictions of a layout, and the layouts of a search.
 
 
-def job_table(job: Job, steps: int) -> dict[str, Any]:
-    """Return a layout's predictions; memory is in bytes."""
+def job_table(job: Job, seconds: float) -> dict[str, Any]:
+    """Return a layout's predictions; memory is in bytes.
+
+    seconds: the time of all steps
+    """
     time, memory = step_time(job), stage_memory(job)
     return {
         "layout": asdict(job.layout),
@@ -506,7 +536,8 @@ def job_table(job: Job, steps: int) -> dict[str, Any]:
         "memory_bytes": [asdict(stage) | {"total": stage.total} for stage in memory],
         "gpu_memory_bytes": job.machine.gpu.memory_gib * GIB,
         "step_seconds": asdict(time) | {"total": time.total},
-        **asdict(rates(job, time.total, steps)),
+        **asdict(rates(job, time.total)),
+        **asdict(cost(job.machine, seconds)),
     }
 
 
@@ -519,21 +550,35 @@ def links_table(machine: Machine) -> dict[str, float]:
     }
 
 
-def plan_table(recipe: Recipe, plan: Plan, phase: str = FIRST_PHASE) -> dict[str, Any]:
-    """Return a layout of the search, with the edits that select it."""
+def plan_table(
+    recipe: Recipe, plan: Plan, seconds: float, phase: str = FIRST_PHASE
+) -> dict[str, Any]:
+    """Return a layout of the search, with the edits that select it.
+
+    seconds: the time of all steps
+    """
     edits = edits_in_phase(recipe, plan, phase)
-    return job_table(plan.job, recipe.training.steps) | {"edits": edits}
+    return job_table(plan.job, seconds) | {"edits": edits}
 
 
-def search_table(recipe: Recipe, result: SearchResult, phase: str) -> dict[str, Any]:
-    """Return the sizes of a phase's recipe and its fastest layouts."""
+def search_table(
+    recipe: Recipe, result: SearchResult, segments: Sequence[Segment]
+) -> dict[str, Any]:
+    """Return the sizes of a phase's recipe and its fastest layouts.
+
+    segments: the segments of the phase
+    """
+    phase = segments[0].phase
     return {
         "name": recipe.name,
         "parameters": parameter_count(recipe.model),
         "tokens_per_step": recipe.tokens_per_step,
         "steps": recipe.training.steps,
         "tried": result.tried,
-        "best": [plan_table(recipe, plan, phase) for plan in result.plans],
+        "best": [
+            plan_table(recipe, plan, seconds_of_segments(plan.job, segments), phase)
+            for plan in result.plans
+        ],
         "rejected": dict(result.rejected),
     }
 
@@ -572,13 +617,13 @@ def predicted_metrics(recipe: Recipe, machine: Machine | None) -> dict[str, floa
         job = job_of(recipe, machine)
     except UserError:  # the planner rejects some recipes that the engine accepts
         return {}
-    return metrics_of_job(job, recipe.training.steps)
+    return metrics_of_job(job)
 
 
-def metrics_of_job(job: Job, steps: int) -> dict[str, float]:
-    """Return the predictions for a job of a number of steps, as `predicted_metrics` does."""
+def metrics_of_job(job: Job) -> dict[str, float]:
+    """Return the predictions for a job, as `predicted_metrics` does."""
     seconds, memory = step_time(job).total, stage_memory(job)[0]
-    table = rates(job, seconds, steps)
+    table = rates(job, seconds)
     # The metric is what torch's allocator counts; on a CPU, it is the memory of the process.
     counted = memory.total if job.machine.gpu.device == "cpu" else memory.counted
     return {

@@ -1,4 +1,4 @@
-"""Exhaustive search for the fastest layouts of a model or of a family on a machine."""
+"""Exhaustive search for the fastest layouts of a model on a machine."""
 
 import ctypes
 import math
@@ -15,23 +15,11 @@ from heapq import nsmallest
 from itertools import product
 from math import gcd
 from multiprocessing import get_context
-from pathlib import Path
 
-from models.cost import parameter_count
-from models.errors import UserError
 from threefold.config.deepspeed_json import is_shipped
-from threefold.config.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES, Cluster
-from threefold.config.loading import load_recipes, recipes_in_repository
-from threefold.config.recipe import Recipe
+from threefold.config.layout import CONTEXT_ATTENTIONS, PAIRED_SCHEDULES
 from threefold.pipeline.schedules import SCHEDULES, min_micro_batches
-from threefold.plan.job import (
-    Job,
-    LinkOverrides,
-    Machine,
-    PlannedLayout,
-    job_without_layout,
-    recipe_on_cluster,
-)
+from threefold.plan.job import Job, PlannedLayout
 from threefold.plan.memory.peak import (
     GIB,
     StageMemory,
@@ -40,7 +28,6 @@ from threefold.plan.memory.peak import (
     memory_of_stage,
     state_of_first_stage,
 )
-from threefold.plan.software import Software
 from threefold.plan.time.block import context_seconds
 from threefold.plan.time.step import StepTime, step_time
 
@@ -552,136 +539,3 @@ def divisors(number: int) -> list[int]:
     """Return all divisors of a number in ascending order."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n < number]
-
-
-# The family of a recipe: the shipped models of its architecture, each in its best layout.
-#
-# The best layout is the first one that a search returns: the simplest within 2 % of the fastest.
-
-SECONDS_PER_DAY = 86_400
-Warn = Callable[[str], None]
-
-
-def ignored(problem: str) -> None:
-    """Ignore a recipe that is not valid."""
-
-
-@dataclass(frozen=True)
-class Member:
-    """A recipe of a family, and its best layout that fits; None if none fits.
-
-    Attributes:
-        problem: reason for a missing plan, such as too little memory; empty with a plan
-        settings: values of --set that the recipe needs besides those of the family
-    """
-
-    path: Path
-    recipe: Recipe
-    plan: Plan | None
-    problem: str = ""
-    settings: tuple[str, ...] = ()
-
-    @property
-    def days(self) -> float | None:
-        """The duration of all steps in days; None if no layout fits."""
-        if self.plan is None:
-            return None
-        return self.recipe.training.steps * self.plan.time.total / SECONDS_PER_DAY
-
-
-def relatives(recipe: Recipe, warn: Warn = ignored) -> dict[Path, Recipe]:
-    """Return the repository's recipes of a recipe's family, without the recipe itself.
-
-    The family is the folder with whose name and a hyphen the recipe's name begins, such as "llama";
-    of several, that with the longest name ("gpt-oss", not "gpt"). Recipes that continue from
-    trained weights do not belong to it.
-
-    warn: called with one line about each recipe that is not valid
-    """
-    paths = list(recipes_in_repository())
-    folders = {path.parent.name for path in paths}
-    family = max(
-        (name for name in folders if f"{recipe.name}-".startswith(f"{name}-")), key=len, default=""
-    )
-    recipes, problems = load_recipes(path for path in paths if path.parent.name == family)
-    for problem in problems:
-        warn(problem)
-    return {
-        path: other
-        for path, other in recipes.items()
-        if other.name != recipe.name and other.training.initial_weights is None
-    }
-
-
-def best_plan(job: Job, headroom: float = DEFAULT_HEADROOM) -> Plan | None:
-    """Return the best layout of a job; None if none fits."""
-    plans = search(job, top=1, headroom=headroom).plans
-    return plans[0] if plans else None
-
-
-def members(
-    path: Path,
-    overrides: Sequence[str],
-    *,
-    cluster: Cluster,
-    software: Software,
-    calibrate: Callable[[Job], Job],
-    headroom: float,
-    links: LinkOverrides | None = None,
-    warn: Warn = ignored,
-    processes: int = 1,
-) -> list[Member]:
-    """Plan a recipe and the rest of its family on one cluster, the smallest model first.
-
-    Args:
-        calibrate: function that adjusts a job to measured runs
-        headroom: share of the GPU memory that a layout leaves free
-        warn: called with one line about each recipe of the family that is not valid
-        processes: as for `search`
-
-    Raises:
-        UserError: the recipe with the overrides is not valid, or the GPU does not compute in its
-            precision.
-    """
-    machine = Machine.of_cluster(cluster, links)
-
-    def loaded(path: Path, settings: Sequence[str]) -> Recipe:
-        return recipe_on_cluster(
-            path, [*overrides, *settings], nodes=cluster.nodes,
-            gpus_per_node=cluster.gpus_per_node, gpu=cluster.gpu,
-        )[0]  # fmt: skip
-
-    def planned(path: Path) -> Member:
-        settings: tuple[str, ...] = ()
-        try:
-            recipe = loaded(path, settings)
-        except UserError as problem:
-            # The overrides may contradict the recipe's own layout, which the search replaces.
-            settings = ("layout={}",)
-            try:
-                recipe = loaded(path, settings)
-            except UserError:
-                raise problem from None
-        job = calibrate(job_without_layout(recipe, machine, software))
-        result = search(job, top=1, headroom=headroom, processes=processes)
-        if result.plans:
-            return Member(path, recipe, result.plans[0], settings=settings)
-        if result.nearest:
-            reason = f"the closest needs {result.nearest[1]:.1f} GiB more per GPU"
-        else:
-            reason = f"rejected: {', '.join(why for why, _ in result.rejected.most_common())}"
-        return Member(path, recipe, None, f"no layout fits; {reason}")
-
-    members = [planned(path)]
-    for each, recipe in relatives(members[0].recipe, warn).items():
-        try:
-            members.append(planned(each))
-        except UserError as problem:
-            members.append(Member(each, recipe, None, str(problem)))
-    return sorted(members, key=lambda member: parameter_count(member.recipe.model))
-
-
-def largest(family: Sequence[Member], days: float) -> Member | None:
-    """Return the largest model that fits and takes at most `days`; None if there is none."""
-    in_time = [member for member in family if member.days is not None and member.days <= days]
-    return in_time[-1] if in_time else None

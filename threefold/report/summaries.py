@@ -71,7 +71,7 @@ def predict(record: RunRecord, gpu: str | None) -> PredictedRun:
     return PredictedRun(
         gpu=name,
         ranks=ranks,
-        **metrics_of_job(job, recipe.training.steps),
+        **metrics_of_job(job),
         fullest_gib=fullest_stage(job).total / GIB,
         device_gib=machine.gpu.memory_gib,
     )

@@ -160,7 +160,7 @@ def row_of_result(trial: Trial | None, result: Result) -> Row:
     measured: Row = {}
     seconds = result.median_seconds
     if trial is not None and seconds is not None:
-        rate = rates(trial.job, seconds, 1)
+        rate = rates(trial.job, seconds)
         measured = {
             "step_time_s": digits(seconds),
             "mfu_pct": digits(100 * rate.mfu),
