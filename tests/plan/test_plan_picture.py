@@ -152,6 +152,17 @@ def test_a_heat_map_has_the_family_by_nodes(monkeypatch: pytest.MonkeyPatch) -> 
     assert bar.get_ylabel() == "predicted MFU"
 
 
+def test_a_heat_map_uses_the_imbalance_of_experts() -> None:
+    small = ("layout={}", "model.layers=4", "cluster.nodes=1", "batch.global_sequences=8")
+    recipe, job = load("mixtral/8x7b.toml", *small)
+    even, busy = (
+        pictures.plan_on_nodes(recipe, replace(job, expert_imbalance=ratio), 1)
+        for ratio in (1.0, 3.0)
+    )
+    assert even and busy and busy.job.expert_imbalance == 3.0
+    assert busy.time.total > 1.1 * even.time.total
+
+
 def test_a_users_recipe_is_in_its_family() -> None:
     recipe, _ = load("llama/7b.toml", "name=llama-mine", "model.layers=40")
     names = [each.name for each in pictures.family(recipe)]

@@ -228,12 +228,13 @@ def plan_on_nodes(
     recipe: Recipe, job: Job, nodes: int, headroom: float = DEFAULT_HEADROOM
 ) -> Plan | None:
     """Return the best layout of a recipe on `nodes` of the job's nodes; None if none fits."""
-    # With the links of the job's machine, which options or a calibration may have changed.
+    # With the links and the imbalance of the job, which options or a calibration may have changed.
     machine = replace(job.machine, gpus=nodes * job.machine.gpus_per_node)
     try:
         other = job_without_layout(recipe, machine, job.software)
     except UserError:  # the GPU does not support the recipe's precision
         return None
+    other = replace(other, expert_imbalance=job.expert_imbalance)
     plans = search(other, 1, headroom=headroom).plans
     return plans[0] if plans else None
 
