@@ -140,6 +140,7 @@ def plan(options: argparse.Namespace) -> int:
             problem_of=problem_of,
             processes=len(os.sched_getaffinity(0)),
         )
+    replaced = recipe_edits.replacement_text(recipe, result.plans[0]) if result.plans else ""
     planned = whole.segments_of(phase)
     segments = whole.segments if len(whole.segments) > 1 else ()
     phases = [phase_row(segment, machine, software, adjust) for segment in segments]
@@ -173,6 +174,8 @@ def plan(options: argparse.Namespace) -> int:
                 changes += recipe_edits.options_of(recipe, result.plans[0], phase)
                 if changes:
                     print("To use layout 1:", *(f"--set {change}" for change in changes))
+            if replaced:
+                print(replaced)
     if options.write:
         recipe_edits.write_recipe(whole.recipe, result, options.write, options.recipe, phase=phase)
         where = "" if phase == FIRST_PHASE else f' in phase "{phase}"'
@@ -181,6 +184,8 @@ def plan(options: argparse.Namespace) -> int:
             f"unless you change the key `name`",
             file=sys.stderr,
         )
+        if replaced and (options.json or not options.top):
+            print(f"plan.py: {replaced}", file=sys.stderr)
     if own is None and result.plans and (options.timeline or options.heatmap):
         print(
             "plan.py: the recipe's own layout is not valid; the picture shows layout 1",

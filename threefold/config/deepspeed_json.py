@@ -538,6 +538,41 @@ def is_shipped(stage: int, precision: str) -> bool:
     return (REPOSITORY / f"ds_configs/zero{stage}_{precision}.json").exists()
 
 
+# Values that a run has for settings that its JSON leaves out.
+DEFAULTS: Mapping[str, Any] = {
+    "communication_data_type": "fp32",
+    "bf16.enabled": False,
+    "fp16.enabled": False,
+    "fp16.loss_scale": 0,
+    "fp16.initial_scale_power": 16,
+    "fp16.loss_scale_window": 1000,
+    "fp16.hysteresis": 2,
+    "fp16.consecutive_hysteresis": False,
+    "fp16.min_loss_scale": 1,
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0,
+}
+
+
+def different_settings(name: str, replacement: str) -> list[str]:
+    """Return the settings that differ between a JSON and one of another ZeRO stage.
+
+    The stage and the settings for ZeRO-3 only are left out.
+    """
+    own, other = read_deepspeed_json(name), read_deepspeed_json(replacement)
+    defaults = {**DEFAULTS, "data_types.grad_accum_dtype": precision(own)}
+    if zero_stage(other) <= 2:
+        defaults["zero_optimization.reduce_bucket_size"] = GRADIENT_BUCKET_ELEMENTS
+    values = [dict(leaves(config)) for config in (own, other)]
+    ignored = {f"zero_optimization.{key}" for key in ("stage", *ONLY_ZERO_3)}
+    return [
+        key
+        for key in dict.fromkeys([*values[0], *values[1]])
+        if key not in ignored
+        and values[0].get(key, defaults.get(key)) != values[1].get(key, defaults.get(key))
+    ]
+
+
 @dataclass(frozen=True)
 class SettingProblem:
     """A setting of the JSON that does not suit the recipe.

@@ -14,7 +14,12 @@ from tomlkit.exceptions import TOMLKitError
 from tomlkit.items import AoT, Item, Key, Null, Table
 
 from models.errors import FULL_DISK_ERRORS, UserError
-from threefold.config.deepspeed_json import read_deepspeed_json, shipped_json, zero_stage
+from threefold.config.deepspeed_json import (
+    different_settings,
+    read_deepspeed_json,
+    shipped_json,
+    zero_stage,
+)
 from threefold.config.layout import Layout
 from threefold.config.loading import apply_overrides, parse_recipe
 from threefold.config.phases import PhasePlan
@@ -28,14 +33,8 @@ from threefold.plan.software import Software
 
 
 def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """Return the recipe keys that select a plan's layout.
-
-    The recipe's DeepSpeed JSON is kept if it has the plan's ZeRO stage.
-    """
+    """Return the recipe keys that select a plan's layout."""
     layout, section = plan.job.layout, recipe.layout
-    deepspeed = recipe.deepspeed
-    if zero_stage(read_deepspeed_json(deepspeed)) != layout.zero_stage:
-        deepspeed = shipped_json(layout.zero_stage, plan.job.precision)
     optional = {
         "virtual_stages": SCHEDULES[layout.schedule].virtual_stages is None
         or "virtual_stages" in section.model_fields_set,
@@ -53,10 +52,36 @@ def edits(recipe: Recipe, plan: Plan) -> dict[str, Any]:
         values["context_attention"] = "gather"
     names = [name for name in Layout.model_fields if optional.get(name, True)]
     return {
-        "deepspeed": deepspeed,
+        "deepspeed": deepspeed_of(recipe, plan),
         **{f"layout.{name}": values[name] for name in names},
         "batch.micro_sequences": layout.micro_sequences,
     }
+
+
+def deepspeed_of(recipe: Recipe, plan: Plan) -> str:
+    """Return the recipe's DeepSpeed JSON if it has the plan's ZeRO stage, or else a shipped one."""
+    stage = plan.job.layout.zero_stage
+    if zero_stage(read_deepspeed_json(recipe.deepspeed)) == stage:
+        return recipe.deepspeed
+    return shipped_json(stage, plan.job.precision)
+
+
+def replaced_settings(recipe: Recipe, plan: Plan) -> list[str]:
+    """Return the settings of the recipe's DeepSpeed JSON of which the plan's has other values."""
+    deepspeed = deepspeed_of(recipe, plan)
+    return [] if deepspeed == recipe.deepspeed else different_settings(recipe.deepspeed, deepspeed)
+
+
+def replacement_text(recipe: Recipe, plan: Plan) -> str:
+    """Return a line about the settings that layout 1 replaces; empty if there are none."""
+    replaced = replaced_settings(recipe, plan)
+    if not replaced:
+        return ""
+    return (
+        f"Layout 1 replaces {recipe.deepspeed} by {deepspeed_of(recipe, plan)}, which has other "
+        f"values of: {', '.join(replaced)}; to keep yours, use a copy of {recipe.deepspeed} with "
+        f"zero_optimization.stage = {plan.job.layout.zero_stage}"
+    )
 
 
 def edits_in_phase(recipe: Recipe, plan: Plan, phase: str) -> dict[str, Any]:

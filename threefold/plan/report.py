@@ -30,7 +30,7 @@ from threefold.plan.memory.peak import (
     host_bytes,
     stage_memory,
 )
-from threefold.plan.recipe_edits import edits_in_phase
+from threefold.plan.recipe_edits import edits_in_phase, replaced_settings
 from threefold.plan.search import (
     DEFAULT_HEADROOM,
     NEAR_TIE,
@@ -557,8 +557,10 @@ def plan_table(
 
     seconds: the time of all steps
     """
-    edits = edits_in_phase(recipe, plan, phase)
-    return job_table(plan.job, seconds) | {"edits": edits}
+    return job_table(plan.job, seconds) | {
+        "edits": edits_in_phase(recipe, plan, phase),
+        "replaced_settings": replaced_settings(recipe, plan),
+    }
 
 
 def search_table(
