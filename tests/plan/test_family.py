@@ -16,10 +16,9 @@ from tests.conftest import shipped_recipes
 from threefold.commands import plan
 from threefold.config.layout import Cluster
 from threefold.config.loading import REPOSITORY, load_recipe
-from threefold.plan import family as family_module
+from threefold.plan import catalogue as catalogue_module
 from threefold.plan.calibration.fit import Calibration
-from threefold.plan.catalogue import family_lines, family_table
-from threefold.plan.family import Member, largest, members
+from threefold.plan.catalogue import Member, family_lines, family_table, largest, members
 from threefold.plan.job import Machine, job_without_layout
 from threefold.plan.search import search
 from threefold.plan.software import load_software
@@ -46,7 +45,7 @@ def plan_family(
 def shipped_families() -> Iterator[None]:
     """Leave a user's own recipes out of the families."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(family_module, "recipes_in_repository", shipped_recipes)
+        patch.setattr(catalogue_module, "recipes_in_repository", shipped_recipes)
         yield
 
 
@@ -59,7 +58,7 @@ def family() -> list[Member]:
 def few_relatives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave one smaller and two larger relatives."""
     kept = [LLAMA / f"{size}.toml" for size in ("1b", "13b", "405b")]
-    monkeypatch.setattr(family_module, "recipes_in_repository", lambda: kept)
+    monkeypatch.setattr(catalogue_module, "recipes_in_repository", lambda: kept)
 
 
 @pytest.mark.long
@@ -124,7 +123,7 @@ def test_a_relative_that_is_not_valid_with_the_overrides_has_the_reason() -> Non
 def test_settings_may_contradict_the_layouts_of_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     """The named command predicts the same layout, too."""
     kept = [LLAMA / f"{size}.toml" for size in ("1b", "13b")]  # 13B: sequence parallelism of 2
-    monkeypatch.setattr(family_module, "recipes_in_repository", lambda: kept)
+    monkeypatch.setattr(catalogue_module, "recipes_in_repository", lambda: kept)
     options = ["--days", "2000", "--set", "model.sequence_length=1001"]
     done = run_plan("largest", str(LLAMA_7B), *SIZE, *options)
     *_, last = done.stdout.splitlines()
@@ -167,7 +166,9 @@ def test_a_users_broken_recipe_is_left_out_of_its_family(
     broken.parent.mkdir()
     text = LLAMA_7B.read_text().replace("layers = 32", "layers = 32\nlayer = 5\nhead = 3")
     broken.write_text(text)
-    monkeypatch.setattr(family_module, "recipes_in_repository", lambda: [broken, LLAMA / "1b.toml"])
+    monkeypatch.setattr(
+        catalogue_module, "recipes_in_repository", lambda: [broken, LLAMA / "1b.toml"]
+    )
     done = run_plan("largest", str(LLAMA_7B), *SIZE, "--days", "2000", "--json")
     assert done.returncode == 0
     names = [model["name"] for model in json.loads(done.stdout)["models"]]

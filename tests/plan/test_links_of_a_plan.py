@@ -12,7 +12,7 @@ from threefold.commands import plan
 from threefold.config.layout import Cluster
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.gpus.datasheet import load_gpu
-from threefold.plan import family
+from threefold.plan import catalogue
 from threefold.plan.job import LinkOverrides, Machine, job_of, links_text
 from threefold.plan.pictures import plan_on_nodes
 from threefold.plan.time.block import all_reduce_seconds, transfer_seconds
@@ -74,7 +74,7 @@ def test_a_plan_uses_the_links_and_shows_them() -> None:
 
 
 def test_a_family_uses_the_links_and_shows_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(family, "recipes_in_repository", lambda: [])
+    monkeypatch.setattr(catalogue, "recipes_in_repository", lambda: [])
     family_of_one = [*SIZE, "--days", "1000"]
     options = [*family_of_one, "--network", "1"]
     slow = json.loads(run_family(*options, "--json").stdout)

@@ -14,7 +14,7 @@ from threefold.commands import plan
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
 from threefold.pipeline.picture import MAX_STAGE_ROWS, evenly_picked
-from threefold.plan import family as family_module
+from threefold.plan import catalogue as catalogue_module
 from threefold.plan import pictures
 from threefold.plan.job import Job, Machine, job_of
 from threefold.plan.memory.peak import GIB, stage_memory
@@ -131,7 +131,7 @@ def test_a_heat_map_has_the_family_by_nodes(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(pictures, "MIN_LAST_NODES", 2)
     assert pictures.node_counts(1) == [1, 2]
     relatives = [RECIPES / "llama" / f"{size}.toml" for size in ("1b", "405b")]
-    monkeypatch.setattr(family_module, "recipes_in_repository", lambda: relatives)
+    monkeypatch.setattr(catalogue_module, "recipes_in_repository", lambda: relatives)
     size = ("cluster.nodes=2", "cluster.gpus_per_node=4", "batch.global_sequences=8")
     recipe, job = load("llama/7b.toml", *size)
     axes, bar = pictures.heatmap(recipe, job).axes

@@ -20,8 +20,7 @@ from threefold.config.sections import FIRST_PHASE
 from threefold.data.manifest import unused_rows
 from threefold.plan import catalogue, recipe_edits, report
 from threefold.plan.calibration.fit import Fit, compare, fit_table
-from threefold.plan.catalogue import recipe_table, zero_stage_lines
-from threefold.plan.family import largest, members
+from threefold.plan.catalogue import largest, members, recipe_table, zero_stage_lines
 from threefold.plan.goodput import (
     GoodputCase,
     fault_costs,

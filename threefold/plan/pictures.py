@@ -35,8 +35,7 @@ from threefold.pipeline.picture import (
 )
 from threefold.pipeline.schedules import Pipeline
 from threefold.pipeline.simulation import Timeline, idle_share, pipeline_seconds
-from threefold.plan.catalogue import layout_text
-from threefold.plan.family import relatives
+from threefold.plan.catalogue import layout_text, relatives
 from threefold.plan.job import Job, PlannedLayout, job_without_layout
 from threefold.plan.memory.peak import GIB, StageMemory, stage_memory
 from threefold.plan.report import MEMORY_PARTS, rates, short_count
