@@ -16,6 +16,7 @@ import argparse
 from models.errors import UserError
 from threefold.config.loading import load_recipe, origin
 from threefold.config.parallel_dims import LaunchEnvironment
+from threefold.gpus.datasheet import is_cpu
 from threefold.launch.attempt import resume_option
 from threefold.launch.hosts import check_before_hosts
 from threefold.launch.replanning import Replanner
@@ -95,7 +96,7 @@ def sbatch_options(path: Path, overrides: list[str], *, elastic: bool = False) -
         f"--job-name={recipe.name}",
         f"--nodes={nodes + (recipe.cluster.spare_nodes if elastic else 0)}",
         f"--ntasks-per-node={gpus}",
-        f"--gpus-per-node={gpus}",
+        *([] if is_cpu(recipe.cluster.gpu) else [f"--gpus-per-node={gpus}"]),
         *(["--no-kill"] if elastic else []),
     ]
 

@@ -188,6 +188,45 @@ def test_a_job_without_hosts_is_reported(
     assert done.returncode != 0 and "scontrol show hostnames printed no host" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("array", "variables", "shard"),
+    [
+        ((0, 15, 16, 3), {}, "3/16"),
+        ((3, 7, 2, 7), {"SHARDS": "16"}, "7/16"),  # some of the shards again
+        ((3, 7, 2, 7), {}, ""),
+        ((1, 16, 16, 7), {}, ""),
+    ],
+)
+def test_a_task_of_an_array_prepares_its_shard(
+    array: tuple[int, ...], variables: dict[str, str], shard: str, tmp_path: Path
+) -> None:
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$*"\n')
+    python.chmod(0o755)
+    names = ("TASK_MIN", "TASK_MAX", "TASK_COUNT", "TASK_ID")
+    of_array = {f"SLURM_ARRAY_{name}": str(n) for name, n in zip(names, array, strict=True)}
+    job = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_CPUS_PER_TASK": "8"}
+    done = subprocess.run(
+        ["bash", REPOSITORY / "slurm" / "prepare_data.slurm", "--source", "x"],
+        env=os.environ | job | of_array | variables, capture_output=True, text=True,
+    )  # fmt: skip
+    if shard:
+        assert f"--processes 8 --shard {shard} --source x" in done.stdout, done.stderr
+    else:
+        assert done.returncode == 2 and "or set SHARDS to the number of all" in done.stderr
+
+
+def test_a_job_without_gpus_requests_none_and_uses_its_cores(
+    recipe: Path, start_job: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    said = python("slurm/options.py", recipe, "--set", "cluster.gpu=cpu")
+    assert "--ntasks-per-node=2" in said and "gpus" not in said
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "threads ${OMP_NUM_THREADS:-unset}"\n')
+    assert start_job("node1\n").stdout == "threads unset\n"
+    assert start_job("node1\n", SLURM_GPUS_ON_NODE="8").stdout == "threads 1\n"
+
+
 def shell_lines() -> list[str]:
     """Return the lines of all shell scripts and of the Makefile, without comments."""
     scripts = [REPOSITORY / "Makefile", REPOSITORY / ".ci" / "run", *TEMPLATES]
@@ -351,7 +390,10 @@ def test_a_container_runs_the_options_and_the_job(
     assert submitted(tmp_path)[0].startswith(OPTIONS_OF_RECIPE)
     (tmp_path / "srun").write_text('#!/bin/sh\necho "$*"\n')
     started = start_job("node1\n", CONTAINER=str(image)).stdout
-    assert f"apptainer exec --nv {image} python recipes/pretrain.py recipe.toml" in started
+    assert (
+        f"apptainer exec --nv {image} python recipes/pretrain.py --resume-once job-7 recipe.toml"
+        in started
+    )
 
 
 @pytest.mark.parametrize("container", [{}, {"CONTAINER": "image.sif"}])
@@ -364,4 +406,4 @@ def test_launch_py_of_an_elastic_job_runs_outside_of_the_container(
     python.chmod(0o755)
     started = start_job("node1\n", ELASTIC="yes", **container).stdout
     option = " --container image.sif" if container else ""
-    assert f"python recipes/launch.py recipe.toml --resume-once job-7{option}\n" in started
+    assert f"python recipes/launch.py --resume-once job-7 recipe.toml{option}\n" in started
