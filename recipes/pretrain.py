@@ -20,6 +20,7 @@ if __name__ == "__main__":  # import from the repository root, not from recipes/
 import os
 import signal
 import traceback
+from functools import partial
 from typing import Any
 
 from models.errors import UserError
@@ -142,9 +143,8 @@ def pretrain(started: float | None = None) -> None:
             ending = close_run(run, train(run, start.progress.step))
     if ending.restarts_for_phase:  # the next phase needs another engine
         replace_process(folder, environment)
-    leave_processes()
-    if ending.code == FINISHED:
-        summarize(experiment.whole_recipe, folder, world)
+    finish = partial(summarize, experiment.whole_recipe, folder, world)
+    leave_processes(finish if ending.code == FINISHED else None)
     exit_now(ending.code)
 
 

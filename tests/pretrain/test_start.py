@@ -123,6 +123,7 @@ def test_saves_after_the_last_step_are_a_warning(
 def leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a finished run raise SystemExit instead of ending the process."""
     monkeypatch.setattr(setup, "exit_now", mock.Mock(side_effect=SystemExit))
+    monkeypatch.setattr(setup, "leave_processes", lambda finish: finish())
 
 
 def test_the_summary_of_a_finished_run_knows_its_phases(

@@ -49,6 +49,22 @@ def test_metrics_of_repeated_steps_are_dropped(tmp_path: Path, small) -> None:
     assert folder.read_metrics()[0]["loss"] == 0.1 + 0.2  # every digit
 
 
+def test_whole_metrics_are_not_written_again(tmp_path: Path, small: dict) -> None:
+    """After a million steps, every start would take half a minute longer."""
+    folder, recipe = RunFolder(tmp_path), parse_recipe(small, "test")
+    folder.prepare(recipe, Progress())
+    for step in (1, 2):
+        folder.metric({"step": step, "loss": 1.0})
+    written = folder.metrics.stat().st_ino
+    folder.prepare(recipe, Progress(2, 16))
+    assert folder.metrics.stat().st_ino == written
+    with folder.metrics.open("a") as stream:
+        stream.write('{"step": 3')
+    folder.prepare(recipe, Progress(2, 16))
+    assert folder.metrics.stat().st_ino != written
+    assert [line["step"] for line in folder.read_metrics()] == [1, 2]
+
+
 def test_a_fresh_start_moves_the_old_run_aside(tmp_path: Path, small) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.hold()

@@ -104,6 +104,7 @@ SUPERVISED = """
 import os, pathlib, signal, sys, time
 import torch
 from threefold.supervision import supervisor
+from threefold.runtime import exits
 from threefold.runtime.processes import start_processes
 from threefold.runtime.output import use_nonblocking_output
 from threefold.supervision.hang_report import Breadcrumb
@@ -117,7 +118,7 @@ def supervise(path, what):
     use_nonblocking_output()
     supervisor.SECONDS_BEFORE_WATCHDOG = 3
     supervisor.REPORT_SECONDS = 100 if what == "hang" else 2  # a busy machine may take a second
-    supervisor.SECONDS_OF_TICK, supervisor.ECHO_SECONDS = 0.4, 0.8
+    supervisor.SECONDS_OF_TICK, exits.ECHO_SECONDS = 0.4, 0.8
     os.environ.pop("MASTER_PORT", None)  # another process of the test uses it
     start_processes(LaunchEnvironment())
     path.mkdir()
@@ -127,7 +128,8 @@ def supervise(path, what):
     if what == "hang, and so does the disk":
         os.mkfifo(folder.events)
         pathlib.Path.mkdir = pathlib.Path.glob = lambda *_, **__: time.sleep(1000)
-    hang_seconds = {"hang": 1, "patient": 3, "once": 9, "echo": 9, "twice": 9}.get(what, 2)
+    asked = dict.fromkeys(("once", "echo", "twice", "other"), 9)
+    hang_seconds = ({"hang": 1, "patient": 3} | asked).get(what, 2)
     startup_seconds = 4 if what == "hang at start" else 20
     own = Supervisor(
         folder, crumb, hang_seconds=hang_seconds, startup_seconds=startup_seconds
@@ -153,9 +155,12 @@ def supervise(path, what):
         if what == "patient":
             with crumb.waiting_for_disk("saving"):
                 time.sleep(2)
-        for _ in range({"twice": 2, "echo": 2, "once": 1}.get(what, 0)):
+        if what == "other":
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(1.5)
+        for _ in range({"twice": 2, "echo": 2, "once": 1, "other": 1}.get(what, 0)):
             os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(1.5 if what == "twice" else 0.2)
+            time.sleep(1.5 if what in ("twice", "other") else 0.2)
         agree(0)
     print("the end of the run", flush=True)
     sys.stdout.finish(5)
@@ -169,6 +174,7 @@ CASES = {
     "once": (0, "('SIGTERM to rank 0 on here', 0)"),
     "echo": (0, "('SIGTERM to rank 0 on here', 0)"),
     "twice": (128 + signal.SIGTERM, "rank 0 (here): received SIGTERM again; exiting at once"),
+    "other": (0, "rank 0 (here): received SIGTERM; still stopping"),
     "hang": (HUNG, "no progress for 1 s: all ranks are in start-up and wait for the device"),
     "hang, and no folder": (HUNG, "no progress for 2 s: rank 0 (here): start-up, starting to"),
     "hang, and so does the disk": (HUNG, "the run folder does not answer"),

@@ -35,7 +35,7 @@ from threefold.launch.replanning import Placement, Replanner
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import newest_step
 from threefold.run_folder.lock import grant
-from threefold.runtime.exits import ECHO_SECONDS, HUNG, INTERRUPTED
+from threefold.runtime.exits import HUNG, INTERRUPTED, StopSignals
 
 # Messages and events of launch.py: its attempts, their ends, and what it decides about nodes.
 
@@ -191,7 +191,7 @@ class Launcher:
         self.failures.restore(folder.read_events())
         self.stop_requests = 0  # times that a user has asked to stop
         self._asked_by = signal.SIGTERM
-        self._asked_at = -ECHO_SECONDS
+        self._signals = StopSignals()
         self.connections = Connections(
             connect,
             agent_settings(recipe, command, self.token),
@@ -218,10 +218,9 @@ class Launcher:
 
         A closed terminal, for example, sends a signal more than once.
         """
-        now = time.monotonic()
-        if now - self._asked_at >= ECHO_SECONDS:
+        if self._signals.note(number) in ("first", "repeated"):
             self.stop_requests += 1
-            self._asked_at, self._asked_by = now, signal.Signals(number)
+            self._asked_by = signal.Signals(number)
 
     def run(self) -> int:
         """Start attempts until the run ends; return the exit code of launch.py."""

@@ -57,17 +57,17 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
         tell_skipped(run.folder, found)
     run.writer.damaged = found.skipped
     parts = run.data.fingerprint.get("parts", ())
-    if not is_same_engine:  # the ranks start again with the engine of the earlier phase
-        run.tracker.roll_back(step, target, reason, parts=parts)
-        return StepOutcome(target.step, RunEnd(FINISHED, step=target.step))
     with run.supervisor.crumb.waiting_for_disk("rolling back"):
-        run.engine.load(found.reader())
+        if is_same_engine:
+            run.engine.load(found.reader())
+        run.tracker.roll_back(step, target, reason, parts=parts)
+    if not is_same_engine:  # the ranks start again with the engine of the earlier phase
+        return StepOutcome(target.step, RunEnd(FINISHED, step=target.step))
     run.data.resume(target)
     if run.snapshots:
         run.snapshots.last = target.step
     run.watch.rolled_back(target.step)
     run.clock.restart()
-    run.tracker.roll_back(step, target, reason, parts=parts)
     return StepOutcome(target.step, None)
 
 

@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -272,7 +272,7 @@ def begin(
             tell_skipped(folder, start.found)
             begin_branch(folder, start)
     if is_finished:
-        summarize(experiment.whole_recipe, folder, world, start.found)
+        leave_processes(partial(summarize, experiment.whole_recipe, folder, world, start.found))
         exit_now(FINISHED)
     with exit_on_user_error(world, experiment.origin), raise_on_all_ranks():
         if world.rank == 0:
@@ -336,6 +336,9 @@ def open_run(
             ranks_per_node=experiment.world.local_size,
         )
     metrics = folder.read_metrics() if rank == 0 else []  # large after 100,000 steps: read once
+    losses = [
+        (line["step"], line["loss"]) for line in metrics if isinstance(line.get("loss"), float)
+    ]
     machine = None
     if rank == 0:
         with suppress(UserError):  # `cluster.gpu` has no datasheet
@@ -350,6 +353,7 @@ def open_run(
         metrics=metrics,
         predicted=predicted_metrics_of_run(experiment.phase_plan, machine),
     )
+    del metrics  # gigabytes after a million steps
     with writer_of_run as writer, tracker_of_run as tracker, handle.supervisor as supervisor:
         writer.on_publish, writer.on_wait = tracker.saved, tracker.warn
         writer.on_pause = supervisor.crumb.wait_for_room
@@ -376,11 +380,7 @@ def open_run(
             watch=LossWatch(
                 experiment.recipe.supervision,
                 fp16=precision == "fp16",
-                losses=[
-                    (line["step"], line["loss"])
-                    for line in metrics
-                    if isinstance(line.get("loss"), float)
-                ],
+                losses=losses,
             ),
             writer=writer,
             snapshots=snapshots,
@@ -436,11 +436,17 @@ def close_run(run: Run, ending: RunEnd) -> RunEnd:
     return ending
 
 
-def leave_processes() -> None:
-    """Leave the process group; collective."""
-    # Launchers end all ranks when the first one exits with an error, and rank 0 may finish last,
-    # because it waits for W&B. Ctrl-C ends that wait, but it reaches the other ranks, too.
+def leave_processes(finish: Callable[[], None] | None = None) -> None:
+    """Leave the process group; collective.
+
+    finish: called first; the other ranks wait for that of rank 0
+    """
+    # Launchers end all ranks when the first one exits with an error, or some time after its exit,
+    # and rank 0 may finish last, because it waits for W&B or reads a long metrics.jsonl. Ctrl-C
+    # ends the wait for W&B, but it reaches the other ranks, too.
     ignore_interrupts()
+    if finish is not None:
+        finish()
     dist.barrier()
     dist.destroy_process_group()
 

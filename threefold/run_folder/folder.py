@@ -213,8 +213,10 @@ class RunFolder:
                 line["step"] > start.step and line.get("tokens", limit + 1) <= limit
                 for line in map(_numbers, lines)
             )
-            self._keep_metrics(lines, start.step, copy=branching or discarded)
-            if lost := [line for line in lines if line["step"] > start.step]:
+            lost = [line for line in lines if line["step"] > start.step]
+            if lost or not self._metric_lines.has_whole_lines(len(lines)):
+                self._keep_metrics(lines, start.step, copy=branching or discarded)
+            if lost:
                 self.event("repeat", start.step, steps=len(lost), seconds=seconds_of(lost))
         except OSError as error:
             raise _cannot_write(error.filename or self.path, error) from None

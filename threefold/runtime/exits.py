@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from models.errors import UserError
 from threefold.runtime.output import end_process, finish_output
@@ -97,6 +97,31 @@ def interrupts_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class StopSignals:
+    """The signals that have asked a process to stop."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, float] = {}  # the time at which each signal came first
+
+    def note(self, number: int) -> Literal["first", "echo", "other", "repeated"]:
+        """Note a signal, and return what it is.
+
+        "repeated" means to stop at once: the same signal has come more than ECHO_SECONDS ago, or
+        any signal if this is Ctrl-C. "other" is another signal while the process is stopping, such
+        as the SIGTERM that Slurm sends after the signal of `--signal`.
+        """
+        now = time.monotonic()
+        times = self._first.values() if number == signal.SIGINT else [self._first.get(number, now)]
+        earlier, is_first = min(times, default=now), not self._first
+        newest = max(self._first.values(), default=now)
+        self._first.setdefault(number, now)
+        if is_first:
+            return "first"
+        if now - earlier > ECHO_SECONDS:
+            return "repeated"
+        return "other" if now - newest > ECHO_SECONDS else "echo"
 
 
 @contextlib.contextmanager

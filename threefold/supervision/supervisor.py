@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from threefold.run_folder.folder import RunFolder
-from threefold.runtime.exits import ECHO_SECONDS, HUNG, interrupts_blocked
+from threefold.runtime.exits import HUNG, StopSignals, interrupts_blocked
 from threefold.runtime.launchers import Process, launchers_of
 from threefold.runtime.output import end_process
 from threefold.supervision.hang_report import (
@@ -139,7 +139,7 @@ class Supervisor:
         self.names = [f"rank {rank}" for rank in range(dist.get_world_size())]
         self.names[self.rank] += f" ({socket.gethostname()})"
         self.asked = ""  # the reason for this rank to stop
-        self._signalled_at: float | None = None
+        self._signals = StopSignals()
         self._before: dict[int, Any] = {}  # the handlers of signals
         self._leaving = threading.Event()
         self._seen = -1  # the crumb's count a second ago
@@ -247,12 +247,12 @@ class Supervisor:
             print(trouble, file=sys.stderr, flush=True)
 
     def _on_signal(self, number: int) -> None:
-        now = time.monotonic()
-        name = signal.Signals(number).name
-        if self._signalled_at is None:
-            self._signalled_at = now
+        kind, name = self._signals.note(number), signal.Signals(number).name
+        if kind == "first":
             self._ask(name)
-        elif number in self._before and now - self._signalled_at > ECHO_SECONDS:
+        elif kind == "other":
+            print(f"{self.names[self.rank]}: received {name}; still stopping", file=sys.stderr)
+        elif kind == "repeated" and number in self._before:
             print(
                 f"{self.names[self.rank]}: received {name} again; exiting at once", file=sys.stderr
             )

@@ -229,6 +229,7 @@ def open_tracker(
         metrics=metrics,
         predicted=predicted,
     )
+    del metrics  # gigabytes after a million steps
     try:
         yield tracker
     except BaseException:
