@@ -89,3 +89,14 @@ def test_the_host_adds_its_time_to_that_of_the_kernels_only_on_a_cpu() -> None:
         )
         added[name] = after - before
     assert added == {"cpu": pytest.approx(3 * longer), "H100": 0.0}
+
+
+@pytest.mark.parametrize(("recompute", "waits"), [("none", 1), ("selective", 1), ("full", 2)])
+def test_only_full_recomputation_routes_tokens_again(recompute: str, waits: int) -> None:
+    job = job_on_h100(GPU_EXPERT_SHAPE)
+    job = replace(job, layout=replace(job.layout, recompute=recompute))
+    longer = 1e-3
+    slower = replace(job.software, routing_seconds=job.software.routing_seconds + longer)
+    before, after = (block_passes(block_job(each)) for each in (job, replace(job, software=slower)))
+    assert after.forward.compute - before.forward.compute == pytest.approx(longer)
+    assert after.total - before.total == pytest.approx(waits * longer)

@@ -322,7 +322,8 @@ class Software:
     broadcasts_weights: bool = False
     block_seconds: float = 5e-4  # host time to launch a block's forward pass
     expert_block_seconds: float = 0.0  # the same for a block with experts, if that takes longer
-    routing_seconds: float = 0.0  # a forward pass waits for the host to route tokens to experts
+    # A forward pass, also a recomputed one, waits for the host to route tokens to experts.
+    routing_seconds: float = 0.0
     step_seconds: float = 0.02  # host time of a step in addition to its micro-batches
     straggler_factor: float = 1.0  # relative to the datasheet
     parallel_block: bool = False  # attention and MLP in parallel: half the tensor collectives

@@ -371,16 +371,16 @@ def block_passes(job: Job) -> ForwardBackward:
     host = software.block_seconds
     if job.model.experts:
         host = max(host, software.expert_block_seconds)
+    routing = software.routing_seconds if job.model.experts else 0.0
     recomputing = PassTime()
     if layout.recompute == "full":
-        again = _with_host(job, forward, host)
+        again = _with_host(job, forward, host) + routing
         recomputing = PassTime(again, tensor + columns, context, expert)
     elif layout.recompute == "selective" and job.footprint.recomputes_modules:
         recomputing = PassTime((elementwise + _up_projections(job)) / software.kernel_efficiency)
     elif layout.recompute == "selective":
         recomputing = PassTime(core / software.kernel_efficiency, context=context)
     host_backward = 2 * host
-    routing = software.routing_seconds if job.model.experts else 0.0
     offloading = _offloading(job)
     seconds = max(_with_host(job, forward, host), offloading) + routing
     ahead = PassTime(seconds, tensor + columns, context, expert)
