@@ -12,7 +12,7 @@ from tests.commands import run_here
 from threefold.commands.plan import main
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
-from threefold.plan.job import Job, Machine, job_of, with_sent_bytes
+from threefold.plan.job import Job, Machine, job_of, with_gradient_bytes
 from threefold.plan.memory.activations import micro_batches_in_flight
 from threefold.plan.memory.peak import (
     first_chunk_parameters,
@@ -90,7 +90,7 @@ def test_copies_of_the_other_chunks_gradients_exist_during_the_first_chunks_pass
     assert job.micro_batches <= micro_batches_in_flight(job.layout, 0, job.micro_batches)
     parameters, last = stage_parameters(job)[0], []
     for sent in (2, 4):  # fp32 gradients are not copied
-        footprints = {"bf16": with_sent_bytes(job.footprint, sent)}
+        footprints = {"bf16": with_gradient_bytes(job.footprint, sums=4, sent=sent)}
         stack = replace(job.software, footprint=footprints)
         last.append(peak_candidates(replace(job, software=stack), 0, parameters)[-1].gradients)
     assert last[0] - last[1] == 2 * (parameters - first_chunk_parameters(job, 0))

@@ -1,5 +1,6 @@
 """The planner's memory formulas agree with traces of DeepSpeed's allocations."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -290,6 +291,28 @@ VARIANTS = {
     ],
 }  # fmt: skip
 
+FOUR_DATA_RANKS = [  # 63 M parameters
+    "cluster.gpu=H100", "cluster.nodes=1", "cluster.gpus_per_node=4", "layout.pipeline=1",
+    "model.layers=8", "model.hidden_size=768", "model.heads=12", "model.kv_heads=4",
+    "model.ffn_hidden_size=2048", "model.vocab_size=8192",
+]  # fmt: skip
+SHORT = ["model.layers=4", "layout.pipeline=2"]
+# Layouts with sums of gradients in bf16: ZeRO stage, whether gradients are sent in fp32, settings.
+BF16_SUMS = {
+    "sent in fp32": (1, True, FOUR_DATA_RANKS),
+    "sent in bf16": (1, False, FOUR_DATA_RANKS),
+    "zero-2, sent in bf16": (2, False, FOUR_DATA_RANKS),
+    "stages, sent in fp32": (1, True, SHORT),
+    "stages, sent in bf16": (1, False, SHORT),
+    "interleaved, sent in fp32": (1, True, [*SHORT, "layout.schedule=interleaved"]),
+    "one data rank": (1, True, [*SHORT, "layout.tensor=4"]),
+    "full, shard group": (1, True, [*SHORT, "layout.recompute=full", "layout.dp_shard=2"]),
+    "whole shard groups": (1, False, [*SHORT, "layout.dp_shard=1"]),
+    "zero-2, sent in fp32": (2, True, ["layout.pipeline=1"]),
+    "zero-2, every 2": (2, False, [*SHORT, "layout.reduce_every=2"]),
+    "zero-3, sent in bf16": (3, False, ["layout.pipeline=1", "model.layers=4"]),
+}
+
 QUICK = ("tensor, stages", "zero-3, one micro-batch")
 LONG = ("zb-v, full, two stages",)  # which notices a seeded fault, see tests/mutants
 IN_TURN = (  # long tests; the layouts that are named nowhere are exhaustive ones
@@ -331,6 +354,31 @@ def difference(recipe: Recipe, job: Job, stage: int) -> float:
 def test_the_formula_agrees_with_a_trace(name: str) -> None:
     path = REPOSITORY / "recipes" / "llama" / "7b.toml"
     recipe, job = planned_job(path, [*SMALL, *VARIANTS[name]])
+    for stage in {0, job.layout.pipeline - 1}:
+        assert abs(difference(recipe, job, stage)) < TOLERANCE + 0.01
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if settings is FOUR_DATA_RANKS else pytest.mark.long)
+        for name, (_, _, settings) in BF16_SUMS.items()
+    ],
+)
+def test_sums_in_bf16_agree_with_a_trace(name: str, tmp_path: Path) -> None:
+    """DeepSpeed's default for bf16 weights; the files of ds_configs/ add up gradients in fp32."""
+    zero_stage, in_fp32, settings = BF16_SUMS[name]
+    shipped = REPOSITORY / "ds_configs" / f"zero{zero_stage}_bf16.json"
+    config = json.loads(shipped.read_text(encoding="utf-8"))
+    del config["data_types"]
+    config["communication_data_type"] = "fp32" if in_fp32 else "bf16"
+    file = tmp_path / "bf16_sums.json"
+    file.write_text(json.dumps(config), encoding="utf-8")
+    if settings is FOUR_DATA_RANKS:
+        path = DEFAULT_RECIPE
+    else:
+        path, settings = REPOSITORY / "recipes" / "llama" / "7b.toml", [*SMALL, *settings]
+    recipe, job = planned_job(path, [*settings, f"deepspeed={file}"])
     for stage in {0, job.layout.pipeline - 1}:
         assert abs(difference(recipe, job, stage)) < TOLERANCE + 0.01
 

@@ -524,6 +524,17 @@ def communication_precision(config: dict[str, Any]) -> str:
     return config.get("communication_data_type", "fp32")
 
 
+def accumulation_precision(config: dict[str, Any]) -> str:
+    """Return the precision in which the gradients of micro-batches are added up.
+
+    The default is that of the weights, as in DeepSpeed, but fp32 for fp16 weights with ZeRO-1 and 2
+    (`threefold/pipeline/gradients.py`).
+    """
+    weights = precision(config)
+    default = "fp32" if weights == "fp16" and zero_stage(config) < 3 else weights
+    return config.get("data_types", {}).get("grad_accum_dtype") or default
+
+
 def shipped_json(stage: int, precision: str) -> str:
     """Return the shipped JSON of a ZeRO stage and a precision, or that of ZeRO-1 if there is none.
 

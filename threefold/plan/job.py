@@ -11,6 +11,7 @@ from models.cost import parameter_count
 from models.errors import UserError
 from threefold.config.deepspeed_json import (
     BYTES,
+    accumulation_precision,
     build_deepspeed_config,
     communication_precision,
     precision,
@@ -343,8 +344,8 @@ def own_job(recipe: Recipe, machine: Machine, software: Software) -> tuple[Job |
 def job_without_layout(recipe: Recipe, machine: Machine, software: Software = THREEFOLD) -> Job:
     """Return a recipe's job on a machine, with a one-rank layout that the caller replaces.
 
-    Threefold sums gradients in the precision that the recipe's JSON sets; other software stacks
-    use their own precision.
+    Threefold adds up and sends gradients in the precisions that the recipe's JSON sets; other
+    software stacks use their own precisions.
 
     Raises:
         UserError: the GPU does not compute in the recipe's precision.
@@ -362,7 +363,9 @@ def job_without_layout(recipe: Recipe, machine: Machine, software: Software = TH
     if software.name == THREEFOLD.name:
         sent = BYTES[communication_precision(config)]
         software = replace(software, gradient_bytes=sent)
-        footprint = with_sent_bytes(footprint, sent)
+        footprint = with_gradient_bytes(
+            footprint, sums=BYTES[accumulation_precision(config)], sent=sent
+        )
     zero = config["zero_optimization"]
     footprint = replace(
         footprint,
@@ -387,14 +390,17 @@ def job_without_layout(recipe: Recipe, machine: Machine, software: Software = TH
     )
 
 
-def with_sent_bytes(footprint: Footprint, sent: int) -> Footprint:
-    """Return the footprint of a stack that sums gradients of `sent` bytes each.
+def with_gradient_bytes(footprint: Footprint, *, sums: int, sent: int) -> Footprint:
+    """Return Threefold's footprint with gradients in the types of a JSON.
 
-    ZeRO-1 sums fp32 gradients in place, and gradients of another type in a copy.
+    Args:
+        sums: bytes of a sum over micro-batches
+        sent: bytes of a gradient while it is summed over the data ranks
     """
-    zero1 = footprint.zero1 and with_sent_bytes(footprint.zero1, sent)
-    copied = 0 if sent == BYTES["fp32"] else sent
-    return replace(footprint, sent=sent, reducing=copied, zero1=zero1)
+    staged = replace(footprint.zero1 or footprint, sums=sums, sent=sent, zero1=None)
+    # The shards of ZeRO-3 have the type of the sums, and those of ZeRO-2 are in fp32.
+    gradient = min(footprint.gradient, sums)
+    return replace(footprint, gradient=gradient, sums=sums, sent=sent, zero1=staged)
 
 
 # The cluster that a job is planned for: the recipe's own or one that options describe.

@@ -172,7 +172,8 @@ class Footprint:
         fragmentation: share of the activations that the caching allocator wastes
         keeps_quantized: inputs of quantized matmuls are kept in 8 or 4 bits for the backward pass
         sent: bytes of a gradient during its reduction over the data ranks; None: as `weight`
-        zero1: the footprint under ZeRO-1; None: this one
+        sums: bytes of a gradient's sum over micro-batches on one rank; None: as `gradient`
+        zero1: the footprint under Threefold's ZeRO-1 and 2; None: this one
     """
 
     weight: float = 2
@@ -206,13 +207,19 @@ class Footprint:
     fragmentation: float = 0.05
     keeps_quantized: bool = False
     sent: float | None = None
+    sums: float | None = None
     zero1: "Footprint | None" = None
+
+    @property
+    def sum_bytes(self) -> float:
+        """Bytes of the sum of a gradient over micro-batches."""
+        return self.gradient if self.sums is None else self.sums
 
 
 # DeepSpeed 0.19 with our recipes, counted operation by operation (`plan.py trace`). ZeRO-1
-# keeps the fp32 gradients of the whole stage in one tensor from step to step. It sums them over the
-# data ranks in place, or in copies if the JSON sets a type with fewer bytes. fp32 weights are
-# updated in place. ZeRO-2 of DeepSpeed and ZeRO-3 have buckets of 5e8 elements.
+# keeps the summed gradients of the whole stage from step to step. The data ranks sum them in place,
+# or in copies if the JSON sets another type for that. fp32 weights are updated in place. ZeRO-2 of
+# DeepSpeed and ZeRO-3 have buckets of 5e8 elements.
 DEEPSPEED_ZERO = Footprint(bucket_elements=5e8, gathered_elements=1e9)
 ZERO = replace(
     DEEPSPEED_ZERO, norm=4, swiglu_tensors=3, separate_qkv=True, working_tensors=1, score=3,

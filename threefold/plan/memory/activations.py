@@ -116,11 +116,14 @@ def _in_flight(
 
 
 def in_flight_at_the_end(layout: PlannedLayout, stage: int, micro_batches: int) -> HeldMicroBatches:
-    """Return the micro-batches in flight when only the first chunk has backward passes left.
+    """Return the micro-batches in flight when other chunks than the first have been reduced.
 
-    An interleaved stage then holds a round of micro-batches. In a folded schedule, a stage holds
-    one micro-batch for each stage from itself to the fold.
+    With one chunk, it is the last micro-batch, during whose backward pass buckets are reduced. An
+    interleaved stage holds a round of micro-batches. In a folded schedule, a stage holds one
+    micro-batch for each stage from itself to the fold.
     """
+    if layout.virtual_stages == 1:
+        return HeldMicroBatches((1,), (0,))
     if layout.schedule == "interleaved":
         held = round_size(layout.pipeline, micro_batches)
     else:

@@ -69,7 +69,10 @@ def state_bytes(
     sharded = parameters + (routed * (layout.expert - 1) if layout.zero_stage else 0.0)
     weights = footprint.weight * (sharded / ranks if stage == 3 else parameters)
     owners = layout.optimizer_ranks
-    gradients = footprint.gradient * (sharded / owners if stage >= 2 else parameters)
+    if stage >= 2:
+        gradients = footprint.gradient * sharded / owners
+    else:
+        gradients = footprint.sum_bytes * parameters
     optimizer = footprint.optimizer + (footprint.zero3_copy if stage == 3 else 0)
     optimizer = (optimizer * sharded - MOMENT_BYTES * with_momentum) / owners
     return weights, gradients, optimizer
@@ -95,8 +98,6 @@ def transient_bytes(footprint: Footprint, layout: PlannedLayout, parameters: int
     """Return the gradients and buffers that exist only within a step, for `parameters` weights."""
     if layout.zero_stage < 2:
         whole, bucket = footprint.reducing, footprint.reducing_bucket
-        if layout.dp_cp_size == 1 and not footprint.stock_pipeline:
-            whole = bucket = 0.0  # a single data rank does not reduce gradients
         if parameters <= footprint.bucket_elements:
             whole = max(whole, footprint.reducing_one_bucket)
         return TransientBytes(
@@ -126,6 +127,75 @@ def transient_bytes(footprint: Footprint, layout: PlannedLayout, parameters: int
     )
 
 
+# Memory of Threefold's ZeRO-1 in addition to its sums.
+
+
+def sent_bytes(footprint: Footprint) -> float:
+    """Return the bytes of a gradient while the data ranks sum it, with Threefold's ZeRO-1 and 2."""
+    return footprint.sent or footprint.sum_bytes
+
+
+def copy_bytes(footprint: Footprint, layout: PlannedLayout) -> float:
+    """Return the bytes per parameter of the copy in which the data ranks sum gradients.
+
+    It is made when a bucket is complete. There is none if gradients are sent in the type of the
+    sums. A rank that owns all shards sends nothing; it converts the sums for the optimizer.
+    """
+    sent = BYTES["fp32"] if layout.optimizer_ranks == 1 else sent_bytes(footprint)
+    return 0.0 if sent == footprint.sum_bytes else sent
+
+
+def shard_copy_bytes(footprint: Footprint, layout: PlannedLayout) -> float:
+    """Return the bytes per parameter of the fp32 shard that the optimizer reads.
+
+    It is a part of the sums if these are in fp32.
+    """
+    if footprint.sum_bytes == BYTES["fp32"] or layout.zero_stage != 1 or footprint.stock_pipeline:
+        return 0.0
+    return BYTES["fp32"] / layout.optimizer_ranks
+
+
+def copied_bytes(job: Job, parameters: float, head: int = 0) -> float:
+    """Return the most bytes of the copies of complete buckets with `parameters`.
+
+    They exist until the end of the step. With shard groups, each is freed when its sum is complete.
+
+    Args:
+        head: number of `parameters` that are those of a head, which is a bucket itself
+    """
+    size = copy_bytes(job.footprint, job.layout)
+    if size and job.layout.dp_shard > 1:
+        parameters = min(parameters, max(map(sum, running_buckets(job))) + head)
+    return size * parameters
+
+
+def reduction_bytes(job: Job, stage: int, parameters: int) -> float:
+    """Return the bytes that the reduction adds to the sums at the end of a step."""
+    footprint, layout = job.footprint, job.layout
+    copies = copied_bytes(job, parameters)
+    shards = BYTES["fp32"] / layout.optimizer_ranks * parameters
+    if not copies:
+        return shard_copy_bytes(footprint, layout) * parameters
+    newest = footprint.weight * newest_gradient(job, stage)
+    # Without shard groups, a shard takes the place of its copy.
+    return newest + (copies + shards if layout.dp_shard > 1 else max(copies, shards))
+
+
+def newest_gradient(job: Job, stage: int) -> float:
+    """Return the elements of the last large gradient of a step, which exists next to its sum."""
+    model, tensor = job.model, job.layout.tensor
+    if stage == 0:
+        return table_parameters(model, tensor)
+    return 0.0 if adds_in_matmul(job) else model.hidden_size * model.gate_and_up_size / tensor
+
+
+def separate_head(job: Job, stage: int) -> int:
+    """Return the parameters of the head if its gradient is a bucket itself, otherwise 0."""
+    model, table = job.model, table_parameters(job.model, job.layout.tensor)
+    is_apart = table > job.footprint.group_bucket_elements and not model.copies_embedding
+    return table if is_apart and stage == last_stage(job.layout) else 0
+
+
 # Memory of gradients that are reduced after groups of micro-batches: Threefold's ZeRO-2.
 
 
@@ -138,28 +208,49 @@ def grouped_bytes(job: Job, stage: int) -> TransientBytes:
     sent at the same time.
     """
     layout, footprint, model = job.layout, job.footprint, job.model
-    every, size = job.micro_batches_per_reduction, footprint.gradient
+    every, size = job.micro_batches_per_reduction, footprint.sum_bytes
     if every == 1:
-        most = running_elements(job)
+        most = running_bytes(job)
         # Tied gradients are summed over the stages first, at the end of the step.
         is_end = stage in (0, last_stage(layout))
         tied = model.copies_embedding and is_end
         table = size * table_parameters(model, layout.tensor) if tied else 0.0
-        return TransientBytes(table, 0.0, size * most, size * most)
+        return TransientBytes(table, 0.0, most, most)
     held = size * stage_parameters(job)[stage]
     # Aligned: each group lies in one round of an interleaved schedule's micro-batches.
     is_aligned = job.micro_batches % layout.pipeline == 0 and layout.pipeline % every == 0
     if layout.schedule == "interleaved" and is_aligned:
         held *= min(1.0, 2 / layout.virtual_stages)
-    return TransientBytes(held, 0.0, 0.0, 0.0)
+    copies = running_copies(job)
+    return TransientBytes(held, 0.0, copies, copies)
 
 
 @once_per_job
-def running_elements(job: Job) -> float:
-    """Return the most elements of a bucket that is filled and of those being sent."""
-    buckets = bucket_sizes(job.model, job.layout, job.footprint.group_bucket_elements)
-    several = range(len(buckets) - RUNNING_BUCKETS)
-    return max(sum(buckets[n : n + RUNNING_BUCKETS + 1]) for n in several)
+def running_bytes(job: Job) -> float:
+    """Return the most bytes of a bucket that is filled and of those being sent."""
+    size, sent = job.footprint.sum_bytes, sent_bytes(job.footprint)
+    if sent == size:
+        return size * max(sum(run) for run in running_buckets(job))
+    # A bucket that is sent in another type exists in both types when it is complete.
+    return max(sent * sum(run) + size * run[-1] for run in running_buckets(job))
+
+
+@once_per_job
+def running_copies(job: Job) -> float:
+    """Return the most bytes that sending in another type adds to the sums of a whole chunk.
+
+    The sums of the buckets that are being sent have been freed, except that of the newest.
+    """
+    size, sent = job.footprint.sum_bytes, sent_bytes(job.footprint)
+    if sent == size:
+        return 0.0
+    return max(sent * sum(run) - size * sum(run[:-1]) for run in running_buckets(job))
+
+
+def running_buckets(job: Job) -> list[list[float]]:
+    """Return the elements of the buckets that are being sent when each bucket is complete."""
+    sizes = bucket_sizes(job.model, job.layout, job.footprint.group_bucket_elements)
+    return [sizes[max(0, last - RUNNING_BUCKETS) : last + 1] for last in range(len(sizes))]
 
 
 def bucket_sizes(model: ModelConfig, layout: PlannedLayout, elements: float) -> list[float]:
@@ -196,7 +287,8 @@ def table_gradient_bytes(job: Job) -> float:
     is_small = table <= footprint.group_bucket_elements
     if is_small or job.micro_batches_per_reduction > 1 or job.model.tie_embeddings:
         return 0.0
-    return footprint.gradient * table
+    size, sent = footprint.sum_bytes, sent_bytes(footprint)
+    return (size if sent == size else size + sent) * table
 
 
 # Memory of a stage at each moment of a step.
@@ -408,10 +500,13 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
         *(Moment(activations, working + waiting, newest, buffers) for working, buffers in passes),
         Moment(
             working=muon_working_bytes(job, stage),
-            gradients=footprint.updating * own_parameters(job, stage) / layout.optimizer_ranks,
+            gradients=own_parameters(job, stage)
+            * (footprint.updating / layout.optimizer_ranks + shard_copy_bytes(footprint, layout)),
         ),
     ]
     reduced = gradients + passing.reducing
+    if not (footprint.stock_pipeline or is_grouped or job.shards_in_passes):
+        reduced += reduction_bytes(job, stage, parameters)
     if not job.shards_in_passes:  # at the end of the step
         held = held_bytes(job, stage)
         moments.append(Moment(gradients=reduced, buffers=passing.reducing_buffers + held))
@@ -423,14 +518,28 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
         moments.append(Moment(left, working, reduced, passing.reducing_buffers))
         if layout.zero_stage == 2:
             moments.append(head_reduction(job, activations, passing.buffers))
-    if not footprint.stock_pipeline and layout.virtual_stages > 1 and layout.dp_cp_size > 1:
-        # The other chunks' gradients are already being reduced during the first chunk's backward
-        # pass.
-        early = footprint.reducing * (parameters - first_chunk_parameters(job, stage))
-        ending = in_flight_at_the_end(layout, stage, job.micro_batches)
-        held = held_activations(job, stage, ending) + receive_bytes(job)
-        moments.append(Moment(held, block, gradients + early))
+    if not footprint.stock_pipeline and not is_grouped and not job.shards_in_passes:
+        # These gradients are already being reduced during the first chunk's backward pass.
+        head = separate_head(job, stage)
+        early = copied_bytes(job, early_parameters(job, stage, parameters), head)
+        if early or layout.virtual_stages > 1:
+            ending = in_flight_at_the_end(layout, stage, job.micro_batches)
+            held = held_activations(job, stage, ending) + receive_bytes(job)
+            moments.append(Moment(held, block, gradients + early))
     return moments
+
+
+def early_parameters(job: Job, stage: int, parameters: int) -> int:
+    """Return the parameters whose gradients are reduced before those of a stage's first blocks.
+
+    They are those of the other chunks, or else of the head. With shard groups, copies of a few
+    buckets exist throughout the pass.
+    """
+    if job.layout.dp_shard > 1:
+        return parameters
+    if job.layout.virtual_stages > 1:
+        return parameters - first_chunk_parameters(job, stage)
+    return separate_head(job, stage)
 
 
 def table_reductions(

@@ -179,7 +179,8 @@ def adds_in_matmul(job: Job) -> bool:
     """
     on_gpu = job.machine.gpu.device == "cuda"
     is_staged = job.footprint.loss_in_parts and not job.shards_in_passes  # Threefold's ZeRO-1 and 2
-    return on_gpu and is_staged and job.precision in ("bf16", "fp16")
+    in_fp32 = job.footprint.sum_bytes == BYTES["fp32"]
+    return on_gpu and is_staged and in_fp32 and job.precision in ("bf16", "fp16")
 
 
 def routed_forward_bytes(job: Job) -> float:
