@@ -13,7 +13,7 @@ from threefold.plan.job import Job, Machine, job_of
 from threefold.plan.memory.peak import memory_of_stage
 from threefold.plan.memory.working import context_bytes
 from threefold.plan.stage_contents import blocks_by_kind, stage_parameters
-from threefold.plan.time.block import context_seconds
+from threefold.plan.time.block import block_job, block_passes, context_seconds
 from threefold.plan.time.step import step_time
 from threefold.trace.trace import trace
 
@@ -104,3 +104,15 @@ def test_exchanged_bytes_fall_with_the_window_as_planned(attention: str) -> None
             sent += sum(each.memory_bytes for each in traffic if each.axis == "context")
         keys = 2 * recipe.model.key_value_size
         assert sent == sum(received_keys(64, 2, window)) * keys * (2 + 2 + 4)
+
+
+def test_selective_recomputation_expands_latents_again() -> None:
+    """The rank of the latents changes nothing else that is recomputed."""
+    again = {}
+    for rank in (512, 2048):
+        latent = f"{{query_rank=1536, key_value_rank={rank}, rotary_size=64, value_size=128}}"
+        job = planned("model.kv_heads=32", "model.head_size=128", f"model.latent={latent}")
+        selective = replace(job, layout=replace(job.layout, recompute="selective"))
+        plain, longer = (block_passes(block_job(each)).total for each in (job, selective))
+        again[rank] = longer - plain
+    assert again[2048] > 1.1 * again[512]

@@ -793,8 +793,13 @@ def test_a_search_finds_every_layout_of_a_recipe() -> None:
         "none",
         "full",
     }  # selective recomputation would save nothing
-    _, written = planned("llama/7b", "cluster.nodes=1", "model.attention_dropout=0.1")
-    assert "selective" in {s.recompute for s in all_layouts(written, rejected)}
+    latents = "{key_value_rank=512, rotary_size=64, value_size=128}"
+    for settings in (
+        ["model.attention_dropout=0.1"],
+        ["model.kv_heads=32", "model.head_size=128", f"model.latent={latents}"],
+    ):
+        _, saving = planned("llama/7b", "cluster.nodes=1", *settings)
+        assert "selective" in {s.recompute for s in all_layouts(saving, rejected)}
 
 
 def test_rejected_layouts_are_counted_by_reason() -> None:

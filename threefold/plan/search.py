@@ -454,7 +454,8 @@ def layout_variants(
     """Yield the layouts of these sizes with each schedule, ZeRO stage and sequence parallelism.
 
     Those of a list differ only in recomputation, from none to full. Selective recomputation is
-    included only if attention scores are written; otherwise it saves nothing.
+    included only if attention scores are written or latents are expanded to keys and values;
+    otherwise it saves nothing.
     """
     micro_batches = job.with_layout(sizes).micro_batches
     schedules = []
@@ -473,7 +474,7 @@ def layout_variants(
     if sizes.tensor > 1 and job.model.sequence_length // sizes.context % sizes.tensor == 0:
         splits.append(True)
     recomputations = ["none", "full"]
-    if job.writes_scores:
+    if job.writes_scores or job.model.latent is not None:
         recomputations.insert(1, "selective")
     sharded = [(stage, 0) for stage in stages]
     if group := dp_shard_of_node(job, sizes):

@@ -377,8 +377,10 @@ def block_passes(job: Job) -> ForwardBackward:
         again = _with_host(job, forward, host) + routing
         recomputing = PassTime(again, tensor + columns, context, expert)
     elif layout.recompute == "selective" and job.footprint.recomputes_modules:
-        recomputing = PassTime((elementwise + _up_projections(job)) / software.kernel_efficiency)
+        ups = _up_projections(job, ("q_up", "q", "kv_up"))
+        recomputing = PassTime((elementwise + ups) / software.kernel_efficiency)
     elif layout.recompute == "selective":
+        core += _up_projections(job, ("kv_up",))
         recomputing = PassTime(core / software.kernel_efficiency, context=context)
     host_backward = 2 * host
     offloading = _offloading(job)
@@ -470,14 +472,14 @@ def _latent_shapes(job: Job) -> list[MatmulShape]:
     return shapes
 
 
-def _up_projections(job: Job) -> float:
-    """Return the forward time of the matrices that expand latents; 0 without latent attention."""
+def _up_projections(job: Job, names: tuple[str, ...]) -> float:
+    """Return the forward time of these matrices of latent attention, or 0 without it."""
     if job.model.latent is None:
         return 0.0
     ups = [
         shape
         for shape, name in zip(_latent_shapes(job), attention_matrices(job.model), strict=True)
-        if name not in (*DOWN, "output")
+        if name in names
     ]
     return sum(_matmul(job, shape).forward for shape in ups)
 
