@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tomli_w
@@ -11,8 +12,11 @@ from tests.conftest import changed, quick_and_long, small_recipe
 from tests.ranks import start_ranks
 from threefold.launch.diagnosis import unfit_hosts
 from threefold.pretrain.preflight.evaluate import SPARE_NODES
+from threefold.pretrain.preflight.run import SECONDS_WITHOUT_PROGRESS, hang_limit
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import FINISHED, HUNG, UNFIT
+from threefold.supervision.hang_report import Breadcrumb
+from threefold.supervision.supervisor import Supervisor
 
 # One rank per node, in an otherwise ordinary run. Every node but one has the same rates, so that
 # the load of this machine does not matter.
@@ -144,6 +148,24 @@ def test_a_rank_that_does_not_respond_is_named_soon(corpus: Path, tmp_path: Path
     assert "preflight: matmuls" in said
     (stop,) = [e for e in RunFolder(tmp_path / "run").read_events() if e["event"] == "stop"]
     assert stop["exit_code"] == HUNG and stop["behind"] == [2]
+
+
+def test_a_slow_start_before_the_preflight_does_not_count_as_its_hang(
+    world: None, tmp_path: Path
+) -> None:
+    supervisor = Supervisor(
+        RunFolder(tmp_path), Breadcrumb(), hang_seconds=0, startup_seconds=30 * 60
+    )
+    with mock.patch.object(supervisor, "_end"):
+        for _ in range(2 * SECONDS_WITHOUT_PROGRESS):
+            supervisor._look_at_progress()
+        with hang_limit(supervisor):
+            supervisor._look_at_progress()
+            assert supervisor.limit == SECONDS_WITHOUT_PROGRESS and not supervisor._ending
+            for _ in range(SECONDS_WITHOUT_PROGRESS):
+                supervisor._look_at_progress()
+            assert supervisor._ending
+    assert supervisor.limit == 30 * 60
 
 
 def test_cpus_have_no_preflight_by_default(corpus: Path, tmp_path: Path) -> None:

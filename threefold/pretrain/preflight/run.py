@@ -387,6 +387,8 @@ def check_nodes(
 def hang_limit(supervisor: Supervisor) -> Iterator[None]:
     """Let supervision end a hang after SECONDS_WITHOUT_PROGRESS instead of the start-up's limit."""
     limit = supervisor.limit
+    # Building the axes may have taken longer than the lower limit, which would end this rank now.
+    supervisor.crumb.note("preflight: connecting the ranks")
     supervisor.limit = min(limit, SECONDS_WITHOUT_PROGRESS)  # 0: no limit
     try:
         yield
