@@ -1,6 +1,7 @@
 """A preflight on several ranks: a slow or faulty one is named, and the run continues or stops."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,12 +10,18 @@ import pytest
 import tomli_w
 
 from tests.conftest import changed, quick_and_long, small_recipe
-from tests.ranks import start_ranks
+from tests.ranks import join_world, run_ranks, start_ranks
 from threefold.launch.diagnosis import unfit_hosts
 from threefold.pretrain.preflight.evaluate import SPARE_NODES
-from threefold.pretrain.preflight.run import SECONDS_WITHOUT_PROGRESS, hang_limit
+from threefold.pretrain.preflight.run import (
+    EXCHANGE_TIMEOUT,
+    SECONDS_WITHOUT_PROGRESS,
+    hang_limit,
+    ranks_per_node,
+)
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import FINISHED, HUNG, UNFIT
+from threefold.runtime.processes import RankTree
 from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.supervisor import Supervisor
 
@@ -166,6 +173,18 @@ def test_a_slow_start_before_the_preflight_does_not_count_as_its_hang(
                 supervisor._look_at_progress()
             assert supervisor._ending
     assert supervisor.limit == 30 * 60
+
+
+def count_ranks_per_node(cases: list[list[int]]) -> list[int]:
+    """Return `ranks_per_node` of this rank, for each list of the ranks' local sizes."""
+    world, tree = join_world(), RankTree(EXCHANGE_TIMEOUT)
+    return [ranks_per_node(replace(world, local_size=case[world.rank]), tree) for case in cases]
+
+
+def test_ranks_of_unequal_nodes_take_part_in_the_same_rounds() -> None:
+    cases = {(2, 2, 1): 3, (1, 1, 1): 1, (2, 2, 2): 3, (3, 3, 3): 3}
+    counts = run_ranks(3, count_ranks_per_node, [list(case) for case in cases])
+    assert counts == [list(cases.values())] * 3
 
 
 def test_cpus_have_no_preflight_by_default(corpus: Path, tmp_path: Path) -> None:

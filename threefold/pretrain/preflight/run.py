@@ -21,6 +21,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from models.errors import UserError
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.engine.axes import ParallelAxes
 from threefold.engine.build import DTYPES
 from threefold.pretrain.experiment import Experiment, machine_of
@@ -397,6 +398,17 @@ def hang_limit(supervisor: Supervisor) -> Iterator[None]:
         supervisor.limit = limit
 
 
+def ranks_per_node(world: LaunchEnvironment, tree: RankTree) -> int:
+    """Return the number of ranks on each node; that of all ranks if nodes differ. Collective.
+
+    The result is the same on all ranks. If each used the number on its own node, the ranks of
+    different nodes would take part in different rounds and wait for each other forever.
+    """
+    sizes = set(tree.gather(world.local_size).values())  # empty except on rank 0
+    size = tree.broadcast(sizes.pop() if len(sizes) == 1 else world.size)
+    return size if world.size % size == 0 else world.size
+
+
 class Preflight:
     """The measurements of the ranks; the constructor and the methods are collective."""
 
@@ -405,9 +417,7 @@ class Preflight:
         self.note = handle.supervisor.crumb.note
         self.device = torch.device(get_accelerator().current_device_name())
         self.tree = RankTree(EXCHANGE_TIMEOUT)
-        world = experiment.world
-        per_node = world.local_size if world.size % world.local_size == 0 else world.size
-        self.layout = RankLayout(per_node, axes.dims)
+        self.layout = RankLayout(ranks_per_node(experiment.world, self.tree), axes.dims)
         groups = {TENSOR: axes.tensor.group, DATA: axes.data_group}
         self.groups = {measure: groups[measure] for measure in self.layout.groups}
         self.seconds = 0.0
