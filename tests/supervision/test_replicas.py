@@ -1,5 +1,6 @@
 """Fingerprints distinguish tensors of any shape, type and size."""
 
+import pickle
 from random import Random
 from unittest import mock
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from threefold.supervision import rank_comparison
-from threefold.supervision.rank_comparison import fingerprint
+from threefold.supervision.rank_comparison import ReplicaGroup, diverged_replicas, fingerprint
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -79,3 +80,55 @@ def test_sums_of_a_few_rows_at_a_time_are_the_same() -> None:
 
 def test_an_empty_tensor_has_a_fingerprint() -> None:
     assert fingerprint(torch.empty(0)) == 0
+
+
+def compare(rank: int, size: int, *, names: list[str], wrong: set[int]) -> tuple[list[str], int]:
+    """Compare tensors on one of many simulated data ranks, some of which hold wrong values.
+
+    Returns:
+        The sentences, and the bytes that this rank contributes to their gathering.
+    """
+    contributed = 0
+
+    def gathered(own: list[str]) -> list[list[str]]:
+        nonlocal contributed
+        contributed = len(pickle.dumps(own))
+        return [own, *([] for _ in range(size - 1))]
+
+    def all_gather(parts: list[torch.Tensor], own: torch.Tensor, group: object) -> None:
+        for other, part in enumerate(parts):
+            part.copy_(own + (other if other in wrong else 0))
+
+    group = ReplicaGroup("data ranks", mock.Mock(), [(name, torch.ones(2)) for name in names])
+    with (
+        mock.patch.object(rank_comparison, "dist") as dist,
+        mock.patch.object(rank_comparison, "gathered", gathered),
+    ):
+        dist.get_rank.return_value = rank
+        dist.get_process_group_ranks.return_value = range(size)
+        dist.all_gather = all_gather
+        return diverged_replicas([group], torch.device("cpu")), contributed
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sides"),
+    [
+        ({517}, "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 1015 more against rank 517"),
+        (set(range(1024)), "rank 0 against rank 1 against rank 2 against rank 3 against 1020 more "
+                           "ranks"),
+    ],
+)  # fmt: skip
+def test_differences_of_many_ranks_and_tensors_are_cut_short(wrong: set[int], sides: str) -> None:
+    names = [f"blocks.{block:03d}.mlp.up.weight" for block in reversed(range(400))]
+    sentences, contributed = compare(0, 1024, names=names, wrong=wrong)
+    expected = [f"{name} differs between data ranks: {sides}" for name in names[:-9:-1]]
+    expected[-1] += " (and 392 more)"
+    assert sentences == expected
+    assert contributed < 20_000
+    assert compare(5, 1024, names=names, wrong=wrong) == ([], 0)
+
+
+def test_few_ranks_are_all_named() -> None:
+    sentences, _ = compare(0, 8, names=["b", "a"], wrong={5, 6})
+    sides = "ranks 0, 1, 2, 3, 4, 7 against rank 5 against rank 6"
+    assert sentences == [f"{name} differs between data ranks: {sides}" for name in "ab"]

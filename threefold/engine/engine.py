@@ -288,7 +288,7 @@ class Engine(ABC):
         return logical_parameters(self.wrapped.module, self.recipe.model)
 
     def diverged_replicas(self) -> list[str]:
-        """Return a sentence for each weight whose replicas differ; the same on all ranks."""
+        """Return a few sentences if replicas of weights differ; the same on all ranks."""
         self.finish_communication()
 
         def noted() -> Iterator[ReplicaGroup]:

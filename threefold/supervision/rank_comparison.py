@@ -9,6 +9,7 @@ difference between data ranks means that the last gathering or the memory of a d
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,9 @@ from torch import Tensor
 from threefold.runtime.processes import gathered
 
 INTEGERS_BY_BYTES = {2: torch.int16, 4: torch.int32}  # bytes of an element -> integer type
+MAX_SENTENCES = 8  # that a rank reports, and that all ranks return
+MAX_SIDES = 4  # in a sentence, of ranks with the same values
+MAX_RANKS_IN_SIDE = 8
 # Of a tensor that is summed as int64, by kind of device; on a CPU, they fit into its cache.
 MAX_ELEMENTS_AT_ONCE = {"cpu": 2**18, "cuda": 2**22}
 ROW = 2**12  # elements of a tensor that have the same factor of their row
@@ -40,38 +44,71 @@ class ReplicaGroup:
 
 
 def diverged_replicas(groups: Iterable[ReplicaGroup], device: torch.device) -> list[str]:
-    """Return a sentence for each tensor whose replicas diverged; the same on all ranks.
+    """Return sentences for tensors whose replicas diverged; the same on all ranks.
 
-    Communicates: in each group an all-gather of a number per tensor; in the world an
-    all-reduce of one number, and an all-gather of the sentences if there are any.
+    There are at most MAX_SENTENCES, each about one tensor in one group. The last one ends with the
+    number of further ones, if there are any.
+
+    Communicates: in each group an all-gather of a number per tensor; in the world an all-reduce of
+    one number, and an all-gather of at most MAX_SENTENCES of each rank if there are any.
 
     Args:
         device: the device of the world's process group
     """
-    found = [sentence for group in groups for sentence in _compare(group)]
-    count = torch.tensor(len(found), device=device)
+    number, sentences = 0, []
+    for group in groups:
+        diverged = _compare(group)
+        number += len(diverged)
+        first = sorted(diverged, key=lambda tensor: tensor.name)[:MAX_SENTENCES]
+        sentences += [tensor.sentence(group.kind) for tensor in first]
+    count = torch.tensor(number, device=device)
     dist.all_reduce(count)
     if not count:
         return []
-    return sorted({sentence for sentences in gathered(found) for sentence in sentences})
+    of_ranks = gathered(sorted(sentences)[:MAX_SENTENCES])
+    shown = sorted(sentence for few in of_ranks for sentence in few)[:MAX_SENTENCES]
+    if (more := int(count) - len(shown)) > 0:
+        shown[-1] += f" (and {more} more)"
+    return shown
 
 
-def _compare(copies: ReplicaGroup) -> list[str]:
+class DivergedTensor(NamedTuple):
+    """A tensor that differs between the ranks of a group.
+
+    Attributes:
+        ranks: the ranks of the group
+        fingerprints: the fingerprint of each rank's replica
+    """
+
+    name: str
+    ranks: Sequence[int]
+    fingerprints: Tensor
+
+    def sentence(self, kind: str) -> str:
+        """Return a sentence with the ranks that hold the same values, as one side each."""
+        holders: dict[int, list[int]] = {}
+        for rank, number in zip(self.ranks, self.fingerprints.tolist(), strict=True):
+            holders.setdefault(number, []).append(rank)
+        sides = list(holders.values())
+        texts = [_ranks(side) for side in sides[:MAX_SIDES]]
+        if len(sides) > MAX_SIDES:
+            texts.append(f"{sum(map(len, sides[MAX_SIDES:]))} more ranks")
+        return f"{self.name} differs between {kind}: {' against '.join(texts)}"
+
+
+def _compare(copies: ReplicaGroup) -> list[DivergedTensor]:
+    """Return the diverged tensors of a group on its first rank, and none on the others."""
     if not copies.tensors:
         return []
     own = torch.stack([fingerprint(tensor) for _, tensor in copies.tensors])  # [n]
     ranks = dist.get_process_group_ranks(copies.group)
     of_ranks = [torch.empty_like(own) for _ in ranks]
     dist.all_gather(of_ranks, own, group=copies.group)
+    if dist.get_rank() != ranks[0]:  # all ranks know the same, so one report is enough
+        return []
     numbers = torch.stack(of_ranks).cpu()  # [ranks, n]
-    sentences = []
-    for index in (numbers != numbers[0]).any(dim=0).nonzero().flatten().tolist():
-        holders: dict[int, list[int]] = {}
-        for rank, number in zip(ranks, numbers[:, index].tolist(), strict=True):
-            holders.setdefault(number, []).append(rank)
-        sides = " against ".join(_ranks(side) for side in holders.values())
-        sentences.append(f"{copies.tensors[index][0]} differs between {copies.kind}: {sides}")
-    return sentences
+    differ = (numbers != numbers[0]).any(dim=0).nonzero().flatten().tolist()
+    return [DivergedTensor(copies.tensors[i][0], ranks, numbers[:, i]) for i in differ]
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
@@ -112,4 +149,8 @@ def _factors(first: int, count: int, device: torch.device) -> Tensor:
 
 
 def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = len(ranks) - MAX_RANKS_IN_SIDE
+    shown = ", ".join(map(str, ranks[:MAX_RANKS_IN_SIDE]))
+    return f"ranks {shown}" + (f" and {more} more" if more > 0 else "")
