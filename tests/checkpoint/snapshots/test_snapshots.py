@@ -19,7 +19,7 @@ from threefold.checkpoint.snapshots import writer as writer_module
 from threefold.checkpoint.snapshots.names import FOLDER_VARIABLE
 from threefold.checkpoint.snapshots.node_memory import NodeMemory
 from threefold.checkpoint.snapshots.reader import complete, find_snapshot
-from threefold.checkpoint.snapshots.writer import SnapshotWriter, partner_nodes
+from threefold.checkpoint.snapshots.writer import SnapshotWriter, TurnCounter, partner_nodes
 from threefold.checkpoint.state import CheckpointReader
 from threefold.checkpoint.writer import CheckpointWriter
 from threefold.config.loading import parse_recipe
@@ -29,6 +29,7 @@ from threefold.pretrain.setup import memory_of_all_nodes
 from threefold.prove.training import start, train_step
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import History, replay
+from threefold.run_folder.json_lines import LineFile
 
 FLIPS = 20
 
@@ -162,6 +163,40 @@ def test_a_snapshot_is_read_in_another_layout(
     results = run_ranks(ranks, find, recipe, run, memories)
     assert {(found, *skipped) for found, skipped, _ in results} == {(step,)}
     tell(processes)
+
+
+def test_turns_are_counted_without_reading_an_event_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read = RunFolder(tmp_path), []
+    folder.event("start", 0)
+    with folder.events.open("a") as file:
+        file.write('{"event": "resume", "st')  # of an attempt that lost power
+    counter, parse = TurnCounter(folder.events), LineFile.parse
+
+    def noted(file: LineFile, content: bytes) -> list[dict[str, Any]]:
+        lines = parse(file, content)
+        read.append([line["event"] for line in lines])
+        return lines
+
+    rollback: dict[str, Any] = {"event": "rollback", "step": 9, "to": 5, "samples": 72}
+    rounds: list[list[dict[str, Any]]] = [
+        [{"event": "resume", "step": 3}, {"event": "save", "step": 5}],
+        [],
+        [{"event": "skip", "step": 8, "reason": "NaN"}, rollback, {"event": "repeat", "step": 5}],
+        [{"event": "save", "step": 7}],
+    ]
+    turns = []
+    for events in rounds:
+        for event in events:
+            folder.event(**event)
+        with monkeypatch.context() as patch:
+            patch.setattr(LineFile, "parse", noted)
+            turns.append(counter.count())
+        assert turns[-1] == len(folder.history().turns)
+    assert turns == [2, 2, 3, 3]
+    rounds[0].insert(0, {"event": "start"})
+    assert read == [[event["event"] for event in events] for events in rounds]
 
 
 def test_snapshots_of_abandoned_steps_are_not_used(four_nodes: Any, recipe: Recipe) -> None:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.errors import UserError
 from models.parallel.collectives import create_host_groups
 from threefold.checkpoint.snapshots.names import FP32_BYTES, SnapshotName
 from threefold.checkpoint.snapshots.node_memory import NodeMemory
@@ -24,7 +23,9 @@ from threefold.checkpoint.writer import (
     Written,
     united,
 )
-from threefold.run_folder.history import Progress
+from threefold.run_folder.folder import EVENT_KEYS
+from threefold.run_folder.history import Progress, current_event, replay
+from threefold.run_folder.json_lines import LineFile
 from threefold.runtime.processes import gathered
 
 # Copies of a node's files in the memory of a partner node.
@@ -131,6 +132,33 @@ def _mapped(path: Path) -> Tensor:
         return torch.frombuffer(mmap.mmap(stream.fileno(), 0), dtype=torch.uint8)
 
 
+class TurnCounter:
+    """Counts the turns of a run (`History.turns`), and reads each event of the file once.
+
+    A turn is counted regardless of the events before it. Therefore only new events are read after
+    the first count: parsing thousands of events would stop the training loop, which shares
+    Python's lock with the thread of the checkpoint writer.
+    """
+
+    def __init__(self, events: Path):
+        self._lines = LineFile(events, keys=EVENT_KEYS)
+        self._turns = self._bytes = 0  # of the events that have been read
+
+    def count(self) -> int:
+        """Return the number of turns in the file.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        with self._lines.path.open("rb") as stream:
+            stream.seek(self._bytes)
+            content = stream.read()
+        complete = content[: content.rfind(b"\n") + 1]  # another thread may be writing a line
+        self._turns += len(replay(map(current_event, self._lines.parse(complete))).turns)
+        self._bytes += len(complete)
+        return self._turns
+
+
 class SnapshotWriter:
     """Takes a snapshot every few steps, in the thread of the checkpoint writer.
 
@@ -162,6 +190,7 @@ class SnapshotWriter:
         self.leads_node = dist.get_rank() % ranks_per_node == 0
         if self.leads_node:  # an earlier attempt may not have completed its last snapshot
             memory.clean(keep="", incomplete_only=True)
+        self.turns = TurnCounter(writer.folder.events)
         self.problem = ""  # of a snapshot that has failed; the same on all ranks
         self._told = False
 
@@ -236,8 +265,8 @@ class SnapshotWriter:
             folder.check_lease()
             # As for a checkpoint on the disk, the metrics and all earlier events must not be lost.
             folder.flush()
-            turns = len(folder.history().turns)
-        except (OSError, UserError) as error:
+            turns = self.turns.count()
+        except OSError as error:
             return "", "", str(error)
         name = SnapshotName(progress.step, turns, self.writer.token)
         return str(name), self.writer.manifest(progress, counters, written).text(), None
