@@ -143,9 +143,6 @@ def stop_if_unreadable(run: Run, step: int) -> Iterator[None]:
         exit_now(code)
 
 
-MAX_WEIGHTS_IN_MESSAGE = 8
-
-
 def after_step(run: Run, step: int, metrics: dict[str, Any]) -> StepOutcome:
     """Handle bad numbers, compare replicas, save and stop, each only if it is due; collective."""
     bad = run.watch.judge(step, metrics["loss"], metrics["grad_norm"])
@@ -242,10 +239,7 @@ def find_diverged_replicas(run: Run, step: int, *, saves: bool) -> RunEnd | None
     diverged = run.engine.diverged_replicas()
     if not diverged:
         return None
-    more = len(diverged) - MAX_WEIGHTS_IN_MESSAGE
-    shown = "; ".join(diverged[:MAX_WEIGHTS_IN_MESSAGE])
-    shown += f" (and {more} more)" if more > 0 else ""
-    return RunEnd(STOPPED, stopped_without_save(step, shown))
+    return RunEnd(STOPPED, stopped_without_save(step, "; ".join(diverged)))
 
 
 def save(run: Run, step: int, metrics: dict[str, Any], *, ends_process: bool) -> RunEnd | None:
