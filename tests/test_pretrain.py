@@ -698,6 +698,17 @@ def test_only_an_io_error_lets_launch_py_start_the_run_again(
     assert stop["exit_code"] == code and "x.bin" in stop["reason"]
 
 
+def test_a_run_whose_corpus_is_overwritten_saves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(after_step, "exit_now", mock.Mock(side_effect=SystemExit))
+    run = mock.MagicMock(folder=RunFolder(tmp_path))
+    run.data.rank, run.data.check_unchanged.side_effect = 0, UserError("overwritten")
+    with pytest.raises(SystemExit):
+        after_step.save(run, 7, {}, ends_process=False)
+    run.writer.save.assert_not_called()
+
+
 def test_a_damaged_wandb_id_is_rejected_before_the_run_begins(
     recipe_file: Path, tmp_path: Path
 ) -> None:

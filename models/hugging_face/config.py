@@ -71,12 +71,12 @@ def _scales_of_yarn(config: ModelConfig) -> dict[str, Any]:
     if scaling.factor == 1:
         raise UserError(
             f"model.attention_scale = {config.attention_scale} cannot be written in transformers' "
-            f"config with model.rope_scaling.factor = 1; leave attention_scale out"
+            f"config with model.rope_scaling.factor = 1; use a factor above 1"
         )
     logarithm = 0.1 * math.log(scaling.factor)
     values = {"mscale": under * scaling.amplitude, "mscale_all_dim": under}
     exported = {key: round((value - 1) / logarithm, 9) for key, value in values.items()}
-    # transformers would take mscale = 0 for a missing one.
+    # transformers treats mscale = 0 as missing.
     return {**exported, "attention_factor": None if exported["mscale"] else scaling.amplitude}
 
 

@@ -62,10 +62,9 @@ class Family:
             ("sliding_window"), or "no_rope_layers" for layers without positions
         rope_per_kind: `rope_parameters` has a table for each kind of attention
         experts: our key -> attribute
-        constants: attributes that our model cannot change, or that the class does not read, with
-            their values
+        constants: attributes that our model cannot change, with the only accepted values
         norm_offset: number that the class adds to the weights of its norms
-        unread: attributes that the class does not read
+        unread: attributes that the class ignores, so that any value is accepted
         joined: q, k and v are one tensor, and gate and up are another
         expert_names: prefix of the experts, then gate, up and down; "" for joined experts, which
             are one tensor for all experts

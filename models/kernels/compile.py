@@ -36,7 +36,7 @@ def for_any_rows(fuse: Callable[[Function], Function]) -> Callable[[Function], F
     return partial(_compiled, dynamic=True) if fuse is compiled else fuse
 
 
-MAX_SHAPES = 64  # of a function's inputs; torch would run a ninth one as written
+MAX_COMPILED_SHAPES = 64  # of a function's inputs; torch would run a ninth one as written
 
 
 @cache
@@ -47,8 +47,8 @@ def _compiled(function: Function, *, dynamic: bool) -> Function:
     Inputs are detached; otherwise inputs that require gradients would be compiled separately.
     """
     run = torch.compile(function, dynamic=dynamic, options={"compile_threads": 1})
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, MAX_SHAPES)
+    settings = torch._dynamo.config
+    settings.recompile_limit = max(settings.recompile_limit, MAX_COMPILED_SHAPES)
 
     def detached(*inputs: Any) -> Any:
         if getattr(function, "native_on_cpu", False) and inputs[0].device.type == "cpu":

@@ -201,8 +201,8 @@ def test_a_new_batch_size_resumes_at_the_next_sample(corpus: Path) -> None:
     assert window.tolist() == after.sources()[source].read(index)[:-1].tolist()
 
 
-@pytest.mark.parametrize("damaged_share", [None, 0, 1, 2])
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("damaged_share", [None, *range(4)])
+@pytest.mark.parametrize("rank", range(4))
 def test_all_ranks_learn_of_damage(
     rank: int, damaged_share: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +212,7 @@ def test_all_ranks_learn_of_damage(
     assert everyones[rank]() == expected
 
 
-@pytest.mark.parametrize("owner", [0, 1, 2])
+@pytest.mark.parametrize("owner", range(4))
 def test_a_rank_that_cannot_read_a_share_fails_alone(
     owner: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,7 +221,7 @@ def test_a_rank_that_cannot_read_a_share_fails_alone(
     for rank, find in enumerate(everyones):
         if rank != owner:
             assert find() is None
-    reader = (owner + 2) % 3
+    reader = (owner + 2) % 4  # on the other node of two
     said = f"{HERE} is damaged; but rank {reader} has read the file without an error"
     with pytest.raises(RuntimeError, match=said):
         everyones[owner]()
@@ -230,19 +230,19 @@ def test_a_rank_that_cannot_read_a_share_fails_alone(
 def damages_by_rank(
     monkeypatch: pytest.MonkeyPatch, damaged_share: int | None, unreadable_for: int | None = None
 ) -> list[Callable[[], str | None]]:
-    """Return `find_damage` of each of three ranks, one of whose shares is damaged.
+    """Return `find_damage` of each of four ranks, one of whose shares is damaged.
 
     Args:
         unreadable_for: the only rank that finds the damage; None: all ranks find it
     """
-    ranks = 3
+    ranks = 4
 
     def damage_found(rank: int, share: int) -> str | None:
         found = share == damaged_share and unreadable_for in (None, rank)
         return f"{HERE} is damaged" if found else None
 
     own = [damage_found(rank, rank) for rank in range(ranks)]
-    again = [(rank + 1) % ranks for rank in range(ranks)]
+    again = [(rank + 2) % ranks for rank in range(ranks)]
     confirmed = [damage_found(n, again[n]) if own[again[n]] else None for n in range(ranks)]
 
     def find(rank: int) -> str | None:

@@ -263,8 +263,8 @@ def test_no_phase_validates_on_what_an_earlier_one_has_trained_on(small: dict[st
     with pytest.raises(UserError) as raised:
         parse_recipe(staged(small, {"name": "late", "start_step": 9, "data": swapped}), "test")
     assert str(raised.value) == (
-        f'test: phase "late": data.validation = "{train}" is a training corpus of phase "first"; '
-        f"use a file of its own, as prepare_data.py writes it"
+        f'test: phase "late": data.validation = "{train}" is also a training corpus of phase '
+        f'"first"; use a file of its own, as prepare_data.py writes it'
     )
     swapped["validation"] = f"{validation}-2"
     parse_recipe(staged(small, {"name": "late", "start_step": 9, "data": swapped}), "test")

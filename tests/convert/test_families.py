@@ -322,7 +322,7 @@ def test_a_scale_that_yarn_cannot_express_is_rejected() -> None:
     settings = SIZES | FAMILIES["deepseek_v3"] | {"model_type": "deepseek_v3", "vocab_size": 99}
     model = imported_config(their_config(settings).to_dict())
     same = RopeScaling(**LATENT_YARN | {"factor": 1.0})
-    with pytest.raises(UserError, match=r"attention_scale = 0\.5 .* leave attention_scale out"):
+    with pytest.raises(UserError, match=r"attention_scale = 0\.5 .* use a factor above 1"):
         hugging_face_config(replace(model, rope_scaling=same, attention_scale=0.5))
 
 

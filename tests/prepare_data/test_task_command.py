@@ -64,7 +64,7 @@ def test_few_documents_of_a_large_corpus_are_read_at_a_time(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (whole,) = validation_texts(corpus)
-    monkeypatch.setattr(tasks, "DOCUMENTS_AT_ONCE", 4)
+    monkeypatch.setattr(tasks, "MAX_DOCUMENTS_IN_MEMORY", 4)
     lists = list(validation_texts(corpus))
     assert len(whole) > 8 and {len(texts) for texts in lists} <= {3, 4}
     assert sorted(text for texts in lists for text in texts) == sorted(whole)
@@ -160,11 +160,14 @@ def test_samples_become_items(tmp_path: Path) -> None:
         (([],), "is not a sample"),
         (({"doc_id": 0},), "has no requests"),
         (({"doc_id": 0, "arguments": {"gen_args_0": {"arg_0": "a", "arg_1": {}}}},), "requests"),
-        ((sample(0, "a", " b", " c", target=2),), "target = 2 is neither one of 2 choices nor"),
+        (
+            (sample(0, "a", " b", " c", target=2),),
+            "target = 2 is neither the text of one of 2",
+        ),
         ((sample(0, "a", " b", " c", target="d"),), "target = 'd' is neither"),
         (
             (sample(0, "a", " 1", " 0", target="1"),),
-            "one of the choices, and the number of another",
+            "the text of a choice and the number of another",
         ),
         (({"doc_id": 0, "arguments": [["a", "c"], ["b", "c"]]},), "compares 2 contexts"),
     ],

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 
+from models.errors import UserError
 from tests.conftest import changed
 from threefold.checkpoint.resume import ResumePoint, ResumeRequest, Start
 from threefold.checkpoint.retention import RESERVED_DISK_BYTES, checkpoint_bytes
@@ -184,3 +185,17 @@ def test_a_run_beyond_the_requested_steps_is_not_called_finished(
     title = "tiny is at step 25, beyond the requested training.steps = 20; nothing is left to train"
     assert output.splitlines()[0] == title and advice in output
     assert "finished" not in output
+
+
+def test_the_other_ranks_wait_for_the_summary_of_a_finished_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slurm would kill rank 0 half a minute after the first rank has ended."""
+    calls = mock.Mock()
+    monkeypatch.setattr(setup, "dist", calls)
+    monkeypatch.setattr(setup, "ignore_interrupts", calls.ignore_interrupts)
+    calls.summarize.side_effect = UserError("unreadable")
+    with pytest.raises(UserError, match="unreadable"):
+        setup.leave_processes(calls.summarize)
+    names = [call[0] for call in calls.mock_calls]
+    assert names == ["ignore_interrupts", "summarize", "barrier"]

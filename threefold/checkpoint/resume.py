@@ -395,8 +395,8 @@ def find_damage(checkpoint: Path, note: Note = no_note) -> str | None:
     if any(confirmed):
         return next(filter(None, confirmed))
     if damages[rank]:
-        reader = (rank - distance) % ranks
-        raise RuntimeError(f"{damages[rank]}; but rank {reader} has read the file without an error")
+        reader = f"rank {(rank - distance) % ranks}" if distance else "a second attempt"
+        raise RuntimeError(f"{damages[rank]}; but {reader} has read the file without an error")
     return None
 
 

@@ -95,7 +95,7 @@ def read_recipe(options: argparse.Namespace) -> tuple[PhasePlan, Recipe, Cluster
 
 
 def cluster_changes(options: argparse.Namespace, cluster: Cluster) -> list[str]:
-    """Return the values of --set that give the recipe's [cluster], if it has one, this cluster."""
+    """Return the values of --set that change the recipe's [cluster], if it has one."""
     own = load_recipe(options.recipe, options.set).cluster
     keys = ("nodes", "gpus_per_node", "gpu") if own else ()
     return [

@@ -570,18 +570,21 @@ def different_settings(name: str, replacement: str) -> list[str]:
 
     The stage and the settings for ZeRO-3 only are left out.
     """
-    own, other = read_deepspeed_json(name), read_deepspeed_json(replacement)
-    defaults = {**DEFAULTS, "data_types.grad_accum_dtype": precision(own)}
-    if zero_stage(other) <= 2:
+    configs = read_deepspeed_json(name), read_deepspeed_json(replacement)
+    defaults = dict(DEFAULTS)
+    if zero_stage(configs[1]) <= 2:
         defaults["zero_optimization.reduce_bucket_size"] = GRADIENT_BUCKET_ELEMENTS
-    values = [dict(leaves(config)) for config in (own, other)]
+    own, other = (
+        {
+            **defaults,
+            **dict(leaves(config)),
+            "data_types.grad_accum_dtype": accumulation_precision(config),
+        }
+        for config in configs
+    )
     ignored = {f"zero_optimization.{key}" for key in ("stage", *ONLY_ZERO_3)}
-    return [
-        key
-        for key in dict.fromkeys([*values[0], *values[1]])
-        if key not in ignored
-        and values[0].get(key, defaults.get(key)) != values[1].get(key, defaults.get(key))
-    ]
+    keys = [key for key in dict.fromkeys([*own, *other]) if key not in ignored]
+    return [key for key in keys if own.get(key) != other.get(key)]
 
 
 @dataclass(frozen=True)

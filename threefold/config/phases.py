@@ -514,10 +514,11 @@ def _segments(recipe: Recipe) -> tuple[Segment, ...]:
         data = segments[-1].recipe.data
         for source in data.train:
             trained.setdefault(repository_path(source.path), phase.name)
-        for path in data.validation_sets.values():
+        for name, path in data.validation_sets.items():
             if earlier := trained.get(repository_path(path)):
+                key = f"data.validation.{name}" if name else "data.validation"
                 raise UserError(
-                    f'{_about_phase(phase.name)}data.validation = "{path}" is a training corpus of '
+                    f'{_about_phase(phase.name)}{key} = "{path}" is also a training corpus of '
                     f'phase "{earlier}"; use a file of its own, as prepare_data.py writes it'
                 )
     return tuple(segments)

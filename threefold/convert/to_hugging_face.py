@@ -350,7 +350,8 @@ def model_card(
                 for key, value in manifest.layout.items()
                 if key not in ("deepspeed_json", RESHAPED_FROM)
             )
-    if source.path.parent.name == "checkpoints" and AVERAGED_FROM not in manifest.layout:
+    is_of_run = source.path.parent.name == "checkpoints"  # not a mean or imported weights near it
+    if is_of_run and AVERAGED_FROM not in manifest.layout:
         facts |= _losses(source, averaged=averaged)
     facts["precision here"] = f"{dtype}, from fp32 master weights"
     facts["versions"] = ", ".join(f"{k} {v}" for k, v in manifest.versions.items() if v)

@@ -194,18 +194,19 @@ class TrainingData:
         return fingerprint(self.recipe)
 
     def check_unchanged(self) -> None:
-        """Check that the training data still is what `fingerprint` describes.
+        """Check that the training data still have the fingerprint of the run's start.
 
-        Only files that have been written since they were opened are read again.
+        It is computed again only if a file has been written since it was opened.
 
         Raises:
-            UserError: a file has other content.
+            UserError: the fingerprint has changed.
         """
-        written = {str(view.file.path) for view in self._opened.values() if view.file.is_written}
+        views = [view for sources in self._sources.values() for view in sources.values()]
+        written = {str(view.file.path) for view in views if view.file.is_written}
         if written and fingerprint(self.recipe) != self.fingerprint:
             raise UserError(
                 f"{a_few(sorted(written))}: the tokens have been overwritten since the run began; "
-                f"restore the file, and rerun the same command to resume"
+                f"restore them, and rerun the same command to resume"
             )
 
     def resume(self, progress: Progress, dims: ParallelDims | None = None) -> None:

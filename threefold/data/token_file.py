@@ -36,6 +36,7 @@ TOKEN_CODES = {"<u2": 8, "<i4": 4}
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # Megatron's format stores lengths as int32
 INDEX_ENTRIES_PER_WRITE = 2**20
 ENTRIES_PER_CHECK = 2**16  # of a column of the index; arrays of this size stay in the cache
+TEMPORARY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)  # errors of a failover
 READ_TRIES, SECONDS_BETWEEN_TRIES = 13, 5.0  # a file server's failover takes up to a minute
 
 
@@ -43,7 +44,7 @@ class PositionedFile:
     """A file that is read at given positions.
 
     A failed read is repeated for a minute: while a file server fails over, reads end with an I/O
-    error, or with one about a stale handle, for which the file is opened again.
+    error, or with one about a stale handle. The file is then opened again.
     """
 
     def __init__(self, path: Path):
@@ -62,8 +63,11 @@ class PositionedFile:
 
     @property
     def is_written(self) -> bool:
-        """True if the file has been written, or only touched, since it was opened."""
-        return os.fstat(self._descriptor).st_mtime_ns != self._written
+        """True if the time of its last change is no longer that when it was opened."""
+        try:
+            return os.fstat(self._descriptor).st_mtime_ns != self._written
+        except OSError:  # the file server does not answer
+            return False
 
     def read(self, size: int, position: int) -> bytes:
         """Return `size` bytes from a position on; fewer only if the file ends there.
@@ -82,24 +86,29 @@ class PositionedFile:
 
     def _patient_read(self, size: int, position: int) -> bytes:
         """Return at most `size` bytes from a position on; none only at the end of the file."""
-        for tries_left in reversed(range(READ_TRIES)):
+        for tries in range(1, READ_TRIES):
             try:
                 return os.pread(self._descriptor, size, position)
             except OSError as error:
-                problem = error
-            if not tries_left:
-                break
-            if tries_left == READ_TRIES - 1:
-                seconds = f"{tries_left * SECONDS_BETWEEN_TRIES:.0f} s"
-                print(f"{self.path} cannot be read ({problem.strerror}); trying again for up to "
-                      f"{seconds}", file=sys.stderr, flush=True)  # fmt: skip
+                if error.errno not in TEMPORARY:
+                    raise OSError(error.errno, error.strerror, str(self.path)) from None
+                if tries == 1:
+                    seconds = f"{(READ_TRIES - 1) * SECONDS_BETWEEN_TRIES:.0f} s"
+                    print(f"{self.path} cannot be read ({error.strerror}); trying again for up to "
+                          f"{seconds}", file=sys.stderr, flush=True)  # fmt: skip
             time.sleep(SECONDS_BETWEEN_TRIES)
-            if problem.errno == errno.ESTALE:
-                with contextlib.suppress(OSError):
-                    opened = os.open(self.path, os.O_RDONLY)
-                    os.dup2(opened, self._descriptor, inheritable=False)
-                    os.close(opened)
-        raise OSError(problem.errno, problem.strerror, str(self.path))
+            self._open_again()
+        try:
+            return os.pread(self._descriptor, size, position)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
+
+    def _open_again(self) -> None:
+        """Replace the descriptor, which may be stale, if the file can be opened."""
+        with contextlib.suppress(OSError):
+            opened = os.open(self.path, os.O_RDONLY)
+            os.dup2(opened, self._descriptor, inheritable=False)
+            os.close(opened)
 
 
 class TokenFile:
@@ -154,7 +163,7 @@ class TokenFile:
 
     @property
     def is_written(self) -> bool:
-        """True if a file has been written, or only touched, since it was opened."""
+        """True if one of the two files may have other content than when it was opened."""
         return self._file.is_written or self._index_file.is_written
 
     def read(self, start: int, stop: int) -> np.ndarray:

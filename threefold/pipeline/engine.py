@@ -122,7 +122,7 @@ def warm_up_evaluation(
 
     An evaluation whose micro-batches have documents, in a run whose training has none, needs it
     once more with documents, before its first receive is posted. The arguments are those of
-    `warm_up`, with the information about one micro-batch, of the evaluation.
+    `warm_up`, with the information about one micro-batch of the evaluation.
     """
     inputs = _on_device(tokens, engine.device), _on_device(labels, engine.device)
     engine.module.eval()
@@ -146,7 +146,7 @@ def _run_passes(
     """Run forward passes and, if gradients are enabled, backward passes of every chunk."""
     of_micro_batches = [info for info in infos for _ in range(WARM_UP_MICRO_BATCHES)]
     groups = 1
-    if engine.gradients.sharded:  # one more micro-batch, whose sums are added to the others'
+    if engine.gradients.sharded:  # one more, whose gradients are added to those of the first group
         groups = 2
         of_micro_batches.append(infos[0])
     micro_batches = len(of_micro_batches)

@@ -43,7 +43,7 @@ PR_SET_PDEATHSIG = 1  # of prctl(2): kill this process when its parent ends
 DEFAULT_HEADROOM = 0.08
 TOO_LARGE_FOR_GPU = "too large for a GPU"  # reasons of rejected layouts
 TOO_LARGE_FOR_HOST = "too large for the host that builds them"
-INVALID_IN_RUN = "invalid with other keys of the recipe, in a phase or for a batch of batch.ramp"
+INVALID_IN_RUN = "rejected because of other keys of the recipe, a phase or batch.ramp"
 NEAR_TIE = 0.02  # relative difference of predicted times that is within the prediction error
 
 

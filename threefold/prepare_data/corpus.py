@@ -145,6 +145,7 @@ def divide(
     train = round((1 - tokenization.validation_fraction) * len(tokens))
     train = min(max(train, len(start) + 1), len(tokens) - 1)
     contents = {"train": tokens[:train], "validation": np.concatenate([start, tokens[train:]])}
+    # Names of finished pieces have no suffix.
     target, parts = folder.with_name(f"{folder.name}.divided"), {}
     with new_folder(target) as room:
         for name, content in contents.items():

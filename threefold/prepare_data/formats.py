@@ -312,7 +312,7 @@ def is_compressed(file: Path) -> bool:
 
 def open_bytes(file: Path) -> IO[bytes]:
     """Open a file for reading bytes, decompressed according to its suffix."""
-    stream = file.open("rb")
+    stream = file.open("rb")  # pyarrow cannot open names that are not UTF-8
     if not is_compressed(file):
         return stream
     compression = COMPRESSIONS[file.suffix.lower()]

@@ -22,7 +22,7 @@ from threefold.prepare_data.tokenization import fast_tokenizer
 from threefold.run_folder.json_lines import write_whole
 from threefold.runtime.command_line import count, filled
 
-DOCUMENTS_AT_ONCE = 10_000  # in memory
+MAX_DOCUMENTS_IN_MEMORY = 10_000
 CONTEXT_LINES = 8  # at most, in a prompt
 CHOICES = 4
 WORD = re.compile(r"[A-Za-z_]{4,}")  # an answer of the last-word task
@@ -104,7 +104,7 @@ def last_word(lines: list[str], number: int, random: np.random.Generator) -> dic
 def validation_texts(corpus: Path) -> Iterator[list[str]]:
     """Yield the texts of the validation documents of a corpus, without special tokens.
 
-    A list has at most DOCUMENTS_AT_ONCE texts of documents that are spread over the corpus.
+    A list has at most MAX_DOCUMENTS_IN_MEMORY texts of documents that are spread over the corpus.
 
     Raises:
         UserError: the corpus or its tokenizer is missing.
@@ -116,7 +116,7 @@ def validation_texts(corpus: Path) -> Iterator[list[str]]:
         raise UserError(f"{tokenizer_file} is missing; prepare the corpus with prepare_data.py")
     tokenizer = fast_tokenizer(tokenizer_file, False)
     count = file.boundaries - 1
-    lists = math.ceil(count / DOCUMENTS_AT_ONCE)
+    lists = math.ceil(count / MAX_DOCUMENTS_IN_MEMORY)
     for first in range(lists):
         documents = range(first, count, lists)
         ids = (file.read(*file.range_of(document)).tolist() for document in documents)
@@ -204,12 +204,12 @@ def _item(
     numbers |= {choices.index(target)} if target in choices else set()
     if not numbers:
         raise UserError(
-            f"{place}: target = {sample.get('target')!r} is neither one of "
-            f"{counted(len(choices), 'choice')} nor the number of one; {ADVICE}"
+            f"{place}: target = {sample.get('target')!r} is neither the text of one of "
+            f"{counted(len(choices), 'choice')} nor its number from 0; {ADVICE}"
         )
     if len(numbers) > 1:
         raise UserError(
-            f"{place}: target = {target!r} is one of the choices, and the number of another one; "
+            f"{place}: target = {target!r} is the text of a choice and the number of another; "
             f"use a task whose choices are not numbers"
         )
     return item | {"choices": choices, "answer": numbers.pop()}

@@ -252,10 +252,10 @@ def save(run: Run, step: int, metrics: dict[str, Any], *, ends_process: bool) ->
         ends_process: True if a rank was asked to stop, so that no step follows
     """
     ends_process = ends_process or step == run.last_step_of_engine
-    if run.data.rank == 0:
-        with stop_if_unreadable(run, step):
-            run.data.check_unchanged()
     with run.supervisor.crumb.waiting_for_disk("saving"):
+        if run.data.rank == 0:
+            with stop_if_unreadable(run, step):
+                run.data.check_unchanged()
         progress, loss = run.data.progress_after(step), mean_validation_loss(metrics)
         problem = run.writer.save(progress, loss, ends_process=ends_process)
     if run.snapshots:

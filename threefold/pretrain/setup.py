@@ -445,9 +445,11 @@ def leave_processes(finish: Callable[[], None] | None = None) -> None:
     # and rank 0 may finish last, because it waits for W&B or reads a long metrics.jsonl. Ctrl-C
     # ends the wait for W&B, but it reaches the other ranks, too.
     ignore_interrupts()
-    if finish is not None:
-        finish()
-    dist.barrier()
+    try:
+        if finish is not None:
+            finish()
+    finally:
+        dist.barrier()
     dist.destroy_process_group()
 
 

@@ -112,16 +112,15 @@ class StopSignals:
         any signal if this is Ctrl-C. "other" is another signal while the process is stopping, such
         as the SIGTERM that Slurm sends after the signal of `--signal`.
         """
-        now = time.monotonic()
-        times = self._first.values() if number == signal.SIGINT else [self._first.get(number, now)]
-        earlier, is_first = min(times, default=now), not self._first
-        newest = max(self._first.values(), default=now)
+        now, before = time.monotonic(), dict(self._first)
         self._first.setdefault(number, now)
-        if is_first:
+        if not before:
             return "first"
-        if now - earlier > ECHO_SECONDS:
-            return "repeated"
-        return "other" if now - newest > ECHO_SECONDS else "echo"
+        if number == signal.SIGINT:
+            return "repeated" if now - min(before.values()) > ECHO_SECONDS else "echo"
+        if number in before:
+            return "repeated" if now - before[number] > ECHO_SECONDS else "echo"
+        return "other" if now - max(before.values()) > ECHO_SECONDS else "echo"
 
 
 @contextlib.contextmanager

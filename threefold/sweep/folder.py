@@ -75,7 +75,7 @@ def row_of_trial(trial: Trial) -> Row:
     job, model, cluster = trial.job, trial.job.model, trial.cluster
     layout, arch = job.layout, "llama" if model.norm == "rmsnorm" else "gpt"
     cells = switch_cells(model, arch)
-    # The columns do not describe these models, so that `plan.py table` skips the row.
+    # The columns cannot describe these models. `plan.py table` skips rows of an unknown `arch`.
     if model.latent:
         arch = "latent attention"
     elif model.prediction:

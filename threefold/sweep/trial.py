@@ -205,11 +205,11 @@ class Trial:
             table["layout"][old_key] = table["layout"].pop(key)
         blocks = {"layers_per_stage": list(recipe.blocks_of_virtual_stages)}
         optimizer = recipe.optimizer
-        # Values other than these defaults, under which earlier sweeps have recorded their trials.
+        # Only other values than the defaults count, so that earlier trials keep their keys.
         defaults = {
             "matmul_precision": (recipe.training.matmul_precision, "weights"),
             "optimizer": (optimizer.kind, "adamw"),
-            "clips_logits": (optimizer.qk_clip is not None, False),
+            "limits_logits": (optimizer.qk_clip is not None, False),
             "average_every": (optimizer.average.every if optimizer.average else 0, 0),
         }
         later = {name: value for name, (value, default) in defaults.items() if value != default}

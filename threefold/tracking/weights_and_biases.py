@@ -247,7 +247,7 @@ class TaskTable:
 Item = dict[str, Any] | Alert | Picture | SavedCheckpoint
 PredictedMetrics = Callable[[int], Mapping[str, float]]  # step -> metric -> predicted value
 ALL_FILES = "*run-*"  # of the offline and online runs in the run folder's wandb/
-INTERRUPTION = "was interrupted while it sent its data"
+INTERRUPTED_WHILE_SENDING = "was interrupted while it sent its data"
 CUT_OFF = "could not write all of its data to files (the disk may be full)"
 SECONDS_UNTIL_WRITTEN = 30.0  # of sent data: W&B's process writes about every 15 s
 SECONDS_BETWEEN_CHECKS = 0.1  # for an interrupt, and for the files of W&B
@@ -271,8 +271,8 @@ class WandbThread:
 
     Attributes:
         status: the mode, and the place of the data; "failed" before another mode is known
-        exit_code: exit code of the run, which decides whether W&B shows it as failed; also that of
-            this process, if it ends without waiting for W&B
+        exit_code: exit code of the run; W&B shows any but 0 and INTERRUPTED as failed. This process
+            exits with it if it does not wait for W&B.
         has_told_failure: True if `tell` was called with a failure
     """
 
@@ -335,7 +335,7 @@ class WandbThread:
             try:
                 self._wait()
             except KeyboardInterrupt:  # only of this wait: the run has finished
-                problem = INTERRUPTION
+                problem = INTERRUPTED_WHILE_SENDING
                 self._interrupt()
         if self._ended.is_set():
             return self._problem
@@ -441,8 +441,8 @@ class WandbThread:
                 self._finish(self._restarted(arguments, error, self.status))
         except Exception as error:
             if self._is_interrupted:
-                self._problem = f"Weights & Biases {INTERRUPTION}"
-                self._fail(f"W&B {INTERRUPTION}")
+                self._problem = f"Weights & Biases {INTERRUPTED_WHILE_SENDING}"
+                self._fail(f"W&B {INTERRUPTED_WHILE_SENDING}")
             else:
                 self._problem = f"Weights & Biases failed ({short(error)})"
                 self._fail(f"of an error ({short(error)})")
@@ -458,7 +458,7 @@ class WandbThread:
                 self._ended.set()
 
     def _finish(self, run: Any) -> None:
-        """Finish a run of W&B, as failed unless the steps are done or can be continued."""
+        """Finish the run of W&B, as failed unless it is complete or can be resumed."""
         run.finish(exit_code=0 if self.exit_code == INTERRUPTED else self.exit_code)
 
     def _next(self) -> Item | None:

@@ -182,7 +182,7 @@ class RowReader:
             software=software.on_device(machine.gpu.device),
             optimizer=self.one_of("optimizer_kind", OPTIMIZERS),
             limits_logits=is_yes(self.one_of("qk_clip", (*NO, *YES))),
-            average_every=self.whole("average_every") if self.cell("average_every") else 0,
+            average_every=self.whole_or_none("average_every"),
             separate_documents=is_yes(self.one_of("separate_documents", (*NO, *YES))),
         )
         together = job.layout.data * job.layout.micro_sequences
@@ -225,6 +225,10 @@ class RowReader:
         if value != int(value):
             raise UserError(f"{key} is {self.cell(key)}")
         return int(value)
+
+    def whole_or_none(self, key: str) -> int:
+        """Return a whole number; 0 if the cell is empty or 0."""
+        return 0 if is_no(self.cell(key)) else self.whole(key)
 
     def positive(self, key: str, usual: float | None = None, why: str = "usual") -> float:
         """Return a number above 0; without a `usual` value, the cell is required."""
@@ -428,7 +432,7 @@ class RowReader:
             sequence_parallel=is_yes(split),
             recompute_interval=self.recompute_interval(),
             micro_sequences=self.micro_sequences(pipeline, software),
-            reduce_every=self.whole("reduce_every") if self.cell("reduce_every") else 0,
+            reduce_every=self.whole_or_none("reduce_every"),
         )
 
     def micro_sequences(self, pipeline: int, software: Software) -> int:
