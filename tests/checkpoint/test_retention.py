@@ -24,8 +24,8 @@ from threefold.checkpoint.retention import (
     retain,
 )
 from threefold.config.loading import parse_recipe
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
-from threefold.config.sections import Checkpoint
 from threefold.run_folder.history import checkpoint_name, published, step_of
 
 Usage = namedtuple("Usage", ["free"])
@@ -36,12 +36,20 @@ def kept(folder: Path) -> list[int]:
     return [step_of(path) for path in published(folder)]
 
 
-def test_retention_keeps_the_newest_and_every_nth_checkpoint(tmp_path: Path) -> None:
+def plan_of(table: dict[str, Any], **checkpoint: Any) -> PhasePlan:
+    settings = {f"checkpoint__{key}": value for key, value in checkpoint.items()}
+    every = {"checkpoint__every": 1, "training__evaluate_every": 1}
+    return PhasePlan(parse_recipe(changed(table, **every, **settings), "small"))
+
+
+def test_retention_keeps_the_newest_and_every_nth_checkpoint(
+    small: dict[str, Any], tmp_path: Path
+) -> None:
     steps = (1, 2, 4, 5, 6, 7, 9)
     paths = {step: write_checkpoint(tmp_path, step) for step in steps}
     damaged = [paths[step] for step in (1, 6, 9)]
-    settings = Checkpoint(every=1, keep=2, keep_every=4)
-    retain(tmp_path, settings, step=7, damaged=damaged)
+    settings = {"keep": 2, "keep_every": 4}
+    retain(tmp_path, plan_of(small, **settings), step=7, damaged=damaged)
     assert kept(tmp_path) == [1, 4, 5, 6, 7, 9]
 
 
@@ -59,29 +67,58 @@ LOSSES = {1: None, 2: 3.0, 3: 1.0, 4: 2.0, 5: 1.0, 6: 4.0, 7: None}
     ],
 )
 def test_the_best_and_the_listed_checkpoints_are_kept(
-    settings: dict[str, Any], expected: list[int], tmp_path: Path
+    settings: dict[str, Any], expected: list[int], small: dict[str, Any], tmp_path: Path
 ) -> None:
     for step, loss in LOSSES.items():
         write_checkpoint(tmp_path, step, validation_loss=loss)
     for _ in range(2):
-        retain(tmp_path, Checkpoint(every=1, keep=1, **settings), step=7, damaged=())
+        retain(tmp_path, plan_of(small, keep=1, **settings), step=7, damaged=())
         assert kept(tmp_path) == expected
 
 
-def test_a_damaged_checkpoint_is_not_the_best(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"data": {"validation": {"other": "data/other/validation"}}}, [6, 7]),
+        ({"model": {"sequence_length": 16}}, [6, 7]),
+        ({"data": {"separate_documents": True}}, [6, 7]),
+        ({"optimizer": {"weight_decay": 0.2}}, [2, 7]),
+        ({"layout": {"recompute": "full"}}, [2, 7]),
+    ],
+)
+def test_only_comparable_losses_are_ranked(
+    changes: dict[str, Any], expected: list[int], small: dict[str, Any], tmp_path: Path
+) -> None:
+    """Steps 5 to 20 are a later phase; the checkpoint of step 4 belongs to the first one."""
+    plan = plan_of(
+        small | {"phase": [{"name": "late", "start_step": 5} | changes]}, keep=1, keep_best=1
+    )
+    for step, loss in enumerate((3.0, 1.0, 2.0, 1.5), start=1):
+        write_checkpoint(tmp_path, step, validation_loss=loss)
+    retain(tmp_path, plan, step=4, damaged=())
+    assert kept(tmp_path) == [2, 4]
+    for step, loss in enumerate((5.0, 4.0, 6.0), start=5):
+        write_checkpoint(tmp_path, step, validation_loss=loss)
+    retain(tmp_path, plan, step=7, damaged=())
+    assert kept(tmp_path) == expected
+
+
+def test_a_damaged_checkpoint_is_not_the_best(small: dict[str, Any], tmp_path: Path) -> None:
     best = write_checkpoint(tmp_path, 1, validation_loss=1.0)
     for step in (2, 3):
         write_checkpoint(tmp_path, step, validation_loss=2.0)
     (best / "manifest.json").write_text("{")
-    retain(tmp_path, Checkpoint(every=1, keep=1, keep_best=1), step=3, damaged=())
+    retain(tmp_path, plan_of(small, keep=1, keep_best=1), step=3, damaged=())
     assert kept(tmp_path) == [2, 3]
 
 
-def test_a_checkpoint_without_a_manifest_does_not_stop_retention(tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_manifest_does_not_stop_retention(
+    small: dict[str, Any], tmp_path: Path
+) -> None:
     for step in (1, 2, 3):
         write_checkpoint(tmp_path, step, validation_loss=float(step))
     (tmp_path / checkpoint_name(1) / "manifest.json").unlink()
-    retain(tmp_path, Checkpoint(every=1, keep=1, keep_best=1), step=3, damaged=())
+    retain(tmp_path, plan_of(small, keep=1, keep_best=1), step=3, damaged=())
     assert kept(tmp_path) == [2, 3]
 
 

@@ -1,8 +1,8 @@
 """The checkpoints that a run keeps, and the disk space that they need.
 
 The newest `checkpoint.keep` checkpoints are kept, the `checkpoint.keep_best` with the lowest
-validation loss, those of steps that are multiples of `checkpoint.keep_every`, and those of the
-steps in `checkpoint.also_at`.
+comparable validation loss, those of steps that are multiples of `checkpoint.keep_every`, and those
+of the steps in `checkpoint.also_at`.
 """
 
 import json
@@ -15,8 +15,8 @@ from pathlib import Path
 from models.cost import checkpoint_elements
 from models.errors import UserError, counted
 from threefold.checkpoint.format import BYTES, Manifest
+from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
-from threefold.config.sections import Checkpoint
 from threefold.run_folder.history import published, step_of
 
 RESERVED_DISK_BYTES = 64 * 2**20  # for the manifest, metrics and logs
@@ -25,19 +25,21 @@ LACK_OF_ROOM = "free, but a checkpoint needs"
 TO_FREE = "; free at least "
 
 
-def retain(folder: Path, settings: Checkpoint, *, step: int, damaged: Collection[Path]) -> None:
+def retain(folder: Path, plan: PhasePlan, *, step: int, damaged: Collection[Path]) -> None:
     """Delete the checkpoints that are not kept.
 
     Args:
         folder: the run's checkpoints
-        step: checkpoints of later steps are neither deleted nor counted
+        plan: the phases of the run, whose recipe says which checkpoints are kept
+        step: step of the newest checkpoint; those of later steps are neither deleted nor counted
         damaged: these checkpoints are neither deleted nor counted
 
     Raises:
         OSError: a checkpoint cannot be read or renamed.
     """
     sound = [path for path in published(folder) if path not in damaged and step_of(path) <= step]
-    kept = {*sound[-settings.keep :], *best(sound, settings.keep_best)}
+    settings = plan.recipe.checkpoint
+    kept = {*sound[-settings.keep :], *best(sound, settings.keep_best, plan, step=step)}
     for old in sound:
         if old not in kept and not settings.is_always_kept(step_of(old)):
             # Renamed first, so that a partly deleted checkpoint is never taken for a complete one.
@@ -46,13 +48,27 @@ def retain(folder: Path, settings: Checkpoint, *, step: int, damaged: Collection
             shutil.rmtree(doomed, ignore_errors=True)
 
 
-def best(checkpoints: Sequence[Path], count: int) -> list[Path]:
-    """Return the checkpoints with the lowest validation losses; of equal ones, the oldest."""
+def best(checkpoints: Sequence[Path], count: int, plan: PhasePlan, *, step: int) -> list[Path]:
+    """Return the checkpoints with the lowest validation losses; of equal ones, the oldest.
+
+    Only those whose losses are comparable with the loss after `step` are ranked.
+    """
     if not count:
         return []
-    losses = {path: validation_loss(path) for path in checkpoints}
+    validated = _validated_on(plan.at(step).recipe)
+    losses = {
+        path: validation_loss(path)
+        for path in checkpoints
+        if _validated_on(plan.at(step_of(path)).recipe) == validated
+    }
     known = [(loss, path) for path, loss in losses.items() if loss is not None]
     return [path for _, path in sorted(known, key=lambda pair: pair[0])[:count]]
+
+
+def _validated_on(recipe: Recipe) -> tuple[dict[str, str], int, bool]:
+    """Return the settings of a phase that decide on which text its losses are measured."""
+    data = recipe.data
+    return data.validation_sets, recipe.model.sequence_length, data.separate_documents
 
 
 def validation_loss(checkpoint: Path) -> float | None:

@@ -666,7 +666,7 @@ class CheckpointWriter:
 
     def _publish(self, workspace: Path, manifest: Manifest) -> str | None:
         """Publish the checkpoint and delete old ones; return a message if publishing fails."""
-        folder, settings = self.folder.checkpoints, self.recipe.checkpoint
+        folder = self.folder.checkpoints
         final = folder / checkpoint_name(manifest.step)
         try:
             unseen = manifest.missing(workspace)
@@ -683,7 +683,7 @@ class CheckpointWriter:
         self.folder.event("save", manifest.step, checkpoint=str(final))
         self.on_publish(manifest.step, final)
         try:
-            retain(folder, settings, step=manifest.step, damaged=self.damaged)
+            retain(folder, self.phase_plan, step=manifest.step, damaged=self.damaged)
         except OSError as error:
             print(
                 f"{error.filename}: {error.strerror}; old checkpoints are not deleted",

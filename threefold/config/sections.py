@@ -266,7 +266,8 @@ class Checkpoint(Section):
     keep_best: NonNegative = 0
     """Also keep this many checkpoints with the lowest validation loss, the mean over all validation
     sets. Only checkpoints saved right after a validation are compared, so `every` must be a
-    multiple of `training.evaluate_every`."""
+    multiple of `training.evaluate_every`. A phase with other validation sets, another sequence
+    length or another `data.separate_documents` begins a new comparison."""
 
     also_at: Annotated[tuple[Count, ...], Field(examples=[(1, 2, 4, 8, 16)])] = ()
     """More steps after which a checkpoint is saved, such as `[1, 2, 4, 8, 16]`. These checkpoints
