@@ -1,5 +1,6 @@
 """Phases of a run: which recipe each step follows, and which phases are rejected."""
 
+import re
 import tomllib
 from copy import deepcopy
 from typing import Any
@@ -326,7 +327,38 @@ def test_a_phase_that_does_not_fit_the_ranks_is_named(small: dict[str, Any]) -> 
         check_phases(LaunchEnvironment(size=4, local_size=4), plan_of(table), "test")
 
 
-def test_a_ramp_that_does_not_fit_the_ranks_is_named(small: dict[str, Any]) -> None:
-    small["batch"] |= {"ramp": {"start_sequences": 2, "increment": 2, "samples": 30}}
-    with pytest.raises(UserError, match=r"steps 1 .. 5 of batch.ramp.*batch.global_sequences = 2"):
-        check_phases(LaunchEnvironment(size=2, local_size=2), plan_of(small), "test")
+PIPELINE = {"pipeline": 2, "schedule": "dualpipev"}  # needs four micro-batches
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "wrong", "advice"),
+    [
+        ((2, 2, 8), {}, r"the batch of 2 sequences is not", "start_sequences = 4 .*increment = 4"),
+        ((4, 2, 8), {}, r"the batch of 6 sequences is not", "start_sequences = 4 .*increment = 4"),
+        ((4, 6, 16), {}, r"the batch of 10 seq", "start_sequences = 4 .*increment = 4"),
+        ((2, 2, 6), {}, r"the batch of 2 seq", "global_sequences = 8, batch.ramp.start"),
+        ((6, 2, 8), {}, r"the batch of 6 seq", "a constant batch, and leave batch.ramp out"),
+        ((2, 2, 16), PIPELINE, r"batch of 2 sequences makes 1", "start_sequences = 8 .* = 2"),
+        ((2, 2, 6), PIPELINE, r"batch of 2 sequences makes 1", "sequences = 8, and leave"),
+    ],
+)
+def test_a_ramp_that_does_not_fit_the_ranks_is_named(
+    sizes: tuple[int, int, int], layout: dict[str, Any], wrong: str, advice: str,
+    small: dict[str, Any],
+) -> None:  # fmt: skip
+    """The advice about a step of the ramp is about the ramp, and a recipe that follows it fits."""
+    start, increment, full = sizes
+    ramp = {"start_sequences": start, "increment": increment, "samples": 30}
+    small["batch"] = {"global_sequences": full, "micro_sequences": 2, "ramp": ramp}
+    small["layout"] = layout
+    small["model"]["layers"] = 4
+    world = LaunchEnvironment(size=2, local_size=2)
+    with pytest.raises(UserError, match=rf"steps \d+ .. \d+ of batch.ramp.*{wrong}") as raised:
+        check_phases(world, plan_of(small), "test")
+    assert re.search(f"; use .*{advice}", str(raised.value)), str(raised.value)
+    advised = str(raised.value).partition("; use ")[2]
+    if "leave batch.ramp out" in advised:
+        del small["batch"]["ramp"]
+    for key, value in re.findall(r"(batch[.\w]+) = (\d+)", advised):
+        apply_overrides(small, [f"{key}={value}"])
+    check_phases(world, plan_of(small), "test")

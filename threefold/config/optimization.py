@@ -1,9 +1,9 @@
 """The batch, the optimizer, the learning rate of a step, and the length of a run."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from models.config import nearest_divisors, nearest_multiples
 from models.errors import UserError
@@ -48,6 +48,43 @@ class Batch(Section):
 
     ramp: Ramp | None = None
     """Let the global batch grow at the beginning of the run. Leave it out for a constant batch."""
+
+    # The batch with its ramp, if this one is a step of the ramp.
+    _whole: "Batch | None" = PrivateAttr(default=None)
+
+    def model_post_init(self, context: Any) -> None:
+        """Take the batch with its ramp from the context of the validation, {"whole": Batch}."""
+        if context:
+            self._whole = context["whole"]
+
+    @property
+    def whole(self) -> "Batch":
+        """The batch with its ramp; this one if it is not a step of a ramp."""
+        return self._whole or self
+
+    def ramp_that_fits(self, divisor: int, least: int) -> str:
+        """Return settings whose batches are all multiples of a number, for a message.
+
+        Args:
+            divisor: sequences of one micro-batch of all data ranks
+            least: smallest batch, a multiple of `divisor`
+        """
+        assert self.ramp is not None
+
+        def above(number: int) -> int:
+            return max(least, -(-number // divisor) * divisor)
+
+        last, start = above(self.global_sequences), above(self.ramp.start_sequences)
+        change = "" if last == self.global_sequences else f"batch.global_sequences = {last}, "
+        if start >= last:
+            return f"{change or 'a constant batch, '}and leave batch.ramp out"
+        increments = (last - start) // divisor
+        wanted = -(-self.ramp.increment // divisor)
+        size = next(n for n in range(min(wanted, increments), 0, -1) if increments % n == 0)
+        return (
+            f"{change}batch.ramp.start_sequences = {start} and batch.ramp.increment = "
+            f"{size * divisor}"
+        )
 
     @model_validator(mode="after")
     def _check_ramp(self) -> "Batch":

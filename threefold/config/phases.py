@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from models.errors import UserError
-from threefold.config.optimization import learning_rate
+from threefold.config.optimization import Batch, learning_rate
 from threefold.config.recipe import Recipe
 from threefold.config.sections import (
     CHANGEABLE,
@@ -473,13 +473,17 @@ def table_at(recipe: dict[str, Any], step: int) -> dict[str, Any]:
     return [phase for phase in phase_tables(recipe) if phase.first <= max(1, step)][-1].table
 
 
-def validate(table: dict[str, Any]) -> Recipe:
+def validate(table: dict[str, Any], whole: Batch | None = None) -> Recipe:
     """Return the recipe of a table without phases.
+
+    Args:
+        whole: the batch with its ramp, if the table's batch is a step of the ramp
 
     Raises:
         ValidationError: the table is not a valid recipe.
     """
-    return Recipe.model_validate_json(json.dumps(table))
+    context = {"whole": whole} if whole else None
+    return Recipe.model_validate_json(json.dumps(table), context=context)
 
 
 def _segments(recipe: Recipe) -> tuple[Segment, ...]:
@@ -500,7 +504,7 @@ def _segments(recipe: Recipe) -> tuple[Segment, ...]:
         read = 0 if phase.begins_schedule else read
         for first, end, sequences in batches(phase.table["batch"], phase.first, last):
             assert end is not None
-            plain = _plain_recipe(phase, sequences)
+            plain = _plain_recipe(phase, sequences, recipe.batch)
             part = segments[-1].part if segments else 0
             if segments and _data_of(segments[-1].recipe) != _data_of(plain):
                 part += 1
@@ -547,10 +551,11 @@ def _segment(
     )
 
 
-def _plain_recipe(phase: PhaseTable, sequences: int) -> Recipe:
+def _plain_recipe(phase: PhaseTable, sequences: int, whole: Batch) -> Recipe:
     """Return the plain recipe of a phase.
 
     Args:
+        whole: the batch of the recipe, with its ramp
         sequences: global batch, in sequences
 
     Raises:
@@ -559,7 +564,7 @@ def _plain_recipe(phase: PhaseTable, sequences: int) -> Recipe:
     batch = {key: value for key, value in phase.table["batch"].items() if key != "ramp"}
     table = phase.table | {"batch": batch | {"global_sequences": sequences}}
     try:
-        return validate(table)
+        return validate(table, whole if phase.table["batch"].get("ramp") else None)
     except ValidationError as error:
         raise PhaseRejected(phase.name, table, error) from None
 

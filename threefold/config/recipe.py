@@ -320,22 +320,28 @@ class Recipe(Section):
         )
 
     def _check_batch(self, dims: ParallelDims) -> None:
-        together = self.batch.micro_sequences * dims.data
-        if self.batch.global_sequences % together:
+        batch, least = self.batch, self.layout.min_micro_batches
+        together = batch.micro_sequences * dims.data
+        smallest = least * together
+        if batch.whole.ramp:
+            described = f"the batch of {batch.global_sequences} sequences"
+            works = batch.whole.ramp_that_fits(together, smallest)
+        else:
+            described = f"batch.global_sequences = {batch.global_sequences}"
+            near = max(batch.global_sequences, smallest)
+            works = f"batch.global_sequences = {nearest_multiples(near, together, most=MAX_COUNT)}"
+        if batch.global_sequences % together:
             raise UserError(
-                f"batch.global_sequences = {self.batch.global_sequences} is not divisible by "
-                f"batch.micro_sequences = {self.batch.micro_sequences} x {dims.data} data "
-                f"ranks; use batch.global_sequences = "
-                f"{nearest_multiples(self.batch.global_sequences, together, most=MAX_COUNT)}"
+                f"{described} is not divisible by batch.micro_sequences = {batch.micro_sequences} "
+                f"x {dims.data} data ranks; use {works}"
             )
-        least = self.layout.min_micro_batches
         overlap = " with layout.expert_overlap = true" if self.layout.expert_overlap else ""
         if self.micro_batches(dims.data) < least:
             raise UserError(
                 f'layout.schedule = "{self.layout.schedule}"{overlap} needs {least} micro-batches '
-                f"or more for layout.pipeline = {dims.pipeline}, and batch.global_sequences = "
-                f"{self.batch.global_sequences} makes {self.micro_batches(dims.data)} on each "
-                f"of {dims.data} data ranks; use batch.global_sequences = {least * together}"
+                f"or more for layout.pipeline = {dims.pipeline}, and {described} makes "
+                f"{self.micro_batches(dims.data)} on each of {dims.data} data ranks; use "
+                + (works if batch.whole.ramp else f"batch.global_sequences = {smallest}")
             )
 
     def toml(self) -> str:
