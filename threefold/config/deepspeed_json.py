@@ -593,18 +593,17 @@ class SettingProblem:
 
     Attributes:
         finding: the setting, the reason and a remedy
-        value: a value that suits the recipe; None to remove the setting
+        value: a value that suits the recipe
     """
 
     finding: str
     block: str
     key: str
-    value: Any = None
+    value: Any
 
     def correct(self, config: dict[str, Any]) -> None:
         """Correct the setting in a config."""
-        block = config[self.block] | {self.key: self.value}
-        config[self.block] = {key: value for key, value in block.items() if value is not None}
+        config[self.block] = config[self.block] | {self.key: self.value}
 
 
 def _combinations(
@@ -624,20 +623,6 @@ def _combinations(
             f'"weights"'
         )
         yield SettingProblem(problem, "fp16", "enabled", False)
-    gradients = config.get("data_types", {}).get("grad_accum_dtype")
-    untied = gradients not in (None, precision(config)) and (
-        precision(config) != "bf16" or gradients != "fp32"
-    )
-    if recipe.model.copies_embedding and recipe.layout.pipeline > 1 and untied:
-        tied = recipe.model.tie_embeddings
-        key = "model.tie_embeddings = true" if tied else "[model.prediction]"
-        problem = (
-            f"{key} with layout.pipeline = {recipe.layout.pipeline} and "
-            f'"grad_accum_dtype": "{gradients}" ({recipe.deepspeed}): the first and the last '
-            f"stage have a copy of the embedding each, and DeepSpeed would let the copies drift "
-            f"apart; remove grad_accum_dtype, or use ds_configs/zero1_bf16.json"
-        )
-        yield SettingProblem(problem, "data_types", "grad_accum_dtype")
 
 
 def _unsuitable_stages(recipe: Recipe, config: dict[str, Any], dims: ParallelDims) -> Iterator[str]:
