@@ -362,3 +362,17 @@ def test_a_ramp_that_does_not_fit_the_ranks_is_named(
     for key, value in re.findall(r"(batch[.\w]+) = (\d+)", advised):
         apply_overrides(small, [f"{key}={value}"])
     check_phases(world, plan_of(small), "test")
+
+
+def test_a_group_of_micro_batches_is_compared_with_the_full_batch(small: dict[str, Any]) -> None:
+    ramp = {"start_sequences": 8, "increment": 8, "samples": 16}
+    small |= {
+        "batch": {"global_sequences": 16, "micro_sequences": 2, "ramp": ramp},
+        "deepspeed": "ds_configs/zero2_fp32.json",
+        "layout": {"reduce_every": 5},
+    }
+    world = LaunchEnvironment(size=2, local_size=2)
+    with pytest.raises(UserError, match=r"than the 4 micro-batches .*reduce_every = 4"):
+        check_phases(world, plan_of(small), "test")
+    small["layout"]["reduce_every"] = 4
+    check_phases(world, plan_of(small), "test")

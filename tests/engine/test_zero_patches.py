@@ -11,6 +11,8 @@ import torch
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from threefold.config.loading import parse_recipe
+from threefold.config.phases import recipe_at
+from threefold.data.dataset import TrainingData
 from threefold.engine.deepspeed_overrides import (
     ROW_ELEMENTS,
     gradient_norm,
@@ -128,3 +130,34 @@ def test_every_optimizer_updates_once_a_step_while_the_batch_grows(corpus: Path)
     (found,) = run_ranks(1, ramped, str(corpus))
     for config, steps in found.items():
         assert np.array(steps) == pytest.approx(np.array(found["zero1_fp32"]), rel=1e-6), config
+
+
+def ramped_in_groups(corpus: str) -> list[list[tuple[float, float]]]:
+    """Return the losses and gradient norms of ZeRO-1, and of ZeRO-2 in groups of 3 micro-batches.
+
+    The ramp has steps of 2 micro-batches, which is less than a group, and then of 4.
+    """
+    world, found = join_world(), []
+    ramp = {"start_sequences": 8, "increment": 8, "samples": 16}
+    with many_cases() as begin:
+        for zero, layout in ((1, {}), (2, {"reduce_every": 3})):
+            table = changed(
+                small_recipe(Path(corpus)),
+                batch={"global_sequences": 16, "micro_sequences": 2, "ramp": ramp},
+                deepspeed=f"ds_configs/zero{zero}_fp32.json",
+                layout=layout,
+            )
+            begin()
+            recipe = parse_recipe(table, "test")
+            engine, _ = start(recipe_at(recipe, 1), world)
+            data = TrainingData(recipe, recipe.parallel_dims(world), world.rank)
+            results = [train_step(engine, data, step) for step in range(1, 5)]
+            found.append([(result.loss, result.grad_norm) for result in results])
+            assert engine.micro_batches == 4
+    return found
+
+
+def test_a_step_of_a_ramp_may_have_fewer_micro_batches_than_a_group(corpus: Path) -> None:
+    expected, got = run_ranks(2, ramped_in_groups, str(corpus))[0]
+    for step, numbers in zip(got, expected, strict=True):
+        assert step == pytest.approx(numbers, rel=2e-6)

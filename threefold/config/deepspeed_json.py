@@ -54,7 +54,9 @@ def build_deepspeed_config(
     config, _ = _read(recipe.deepspeed, recipe, dims, has_gpu=has_gpu)
     if problem := next(_combinations(recipe, config, dims), None):
         raise UserError(problem.finding)
-    every, micro_batches = recipe.layout.reduce_every, recipe.micro_batches(dims.data)
+    # A step of a ramp with fewer micro-batches reduces its gradients after the last of them.
+    full_batch, every = recipe.batch.whole.global_sequences, recipe.layout.reduce_every
+    micro_batches = full_batch // (recipe.batch.micro_sequences * dims.data)
     if every > micro_batches:
         raise UserError(
             f"layout.reduce_every = {every} is more than the {micro_batches} micro-batches of a "
