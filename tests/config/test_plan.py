@@ -376,3 +376,19 @@ def test_a_group_of_micro_batches_is_compared_with_the_full_batch(small: dict[st
         check_phases(world, plan_of(small), "test")
     small["layout"]["reduce_every"] = 4
     check_phases(world, plan_of(small), "test")
+
+
+def test_validation_may_begin_with_a_later_phase(small: dict[str, Any]) -> None:
+    path = small["data"].pop("validation")
+    small["checkpoint"] |= {"every": 20, "keep_best": 1}
+    later = {"name": "later", "start_step": 9, "data": {"validation": path}}
+    plan = plan_of(small | {"phase": [later]})
+    sets = [segment.recipe.data.validation_sets for segment in plan.segments]
+    assert sets == [{}, {"": path}]
+    with pytest.raises(UserError, match=r"no data.validation; use checkpoint.keep_best = 0"):
+        plan_of(small | {"phase": [LONG]})
+    small["checkpoint"]["keep_best"] = 0
+    with pytest.raises(UserError, match=r"no effect .*; use training.evaluate_every = 0"):
+        plan_of(small | {"phase": [LONG]})
+    small["training"]["evaluate_every"] = 0
+    plan_of(small | {"phase": [LONG]})

@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
 from models.config import nearest_divisors, nearest_multiples
 from models.errors import UserError
@@ -53,8 +53,8 @@ class Batch(Section):
     _whole: "Batch | None" = PrivateAttr(default=None)
 
     def model_post_init(self, context: Any) -> None:
-        """Take the batch with its ramp from the context of the validation, {"whole": Batch}."""
-        if context:
+        """Take the batch with its ramp from the context of the validation."""
+        if context is not None:
             self._whole = context["whole"]
 
     @property
@@ -123,6 +123,14 @@ class Batch(Section):
                 f"{nearest_multiples(self.global_sequences, self.micro_sequences, most=MAX_COUNT)}"
             )
         return self
+
+
+def is_of_a_phase(info: ValidationInfo) -> bool:
+    """Return True if the plain recipe of a phase is validated.
+
+    The context of such a validation is {"whole": the batch with its ramp, or None}.
+    """
+    return info.context is not None
 
 
 class LearningRateSchedule(Section):

@@ -474,7 +474,7 @@ def table_at(recipe: dict[str, Any], step: int) -> dict[str, Any]:
 
 
 def validate(table: dict[str, Any], whole: Batch | None = None) -> Recipe:
-    """Return the recipe of a table without phases.
+    """Return the plain recipe of a phase's table.
 
     Args:
         whole: the batch with its ramp, if the table's batch is a step of the ramp
@@ -482,8 +482,7 @@ def validate(table: dict[str, Any], whole: Batch | None = None) -> Recipe:
     Raises:
         ValidationError: the table is not a valid recipe.
     """
-    context = {"whole": whole} if whole else None
-    return Recipe.model_validate_json(json.dumps(table), context=context)
+    return Recipe.model_validate_json(json.dumps(table), context={"whole": whole})
 
 
 def _segments(recipe: Recipe) -> tuple[Segment, ...]:

@@ -4,12 +4,12 @@ import math
 from typing import Annotated
 
 import tomli_w
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from models.config import MAX_SIZE, ModelConfig, nearest_divisors, nearest_multiples
 from models.errors import UserError
 from threefold.config.layout import MODEL_CHECKS, WORLD_CHECKS, Cluster, Layout, check_fp8
-from threefold.config.optimization import Batch, Optimizer, Training
+from threefold.config.optimization import Batch, Optimizer, Training, is_of_a_phase
 from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims
 from threefold.config.sections import (
     MAX_COUNT,
@@ -71,12 +71,12 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_best(self) -> "Recipe":
+    def _check_best(self, info: ValidationInfo) -> "Recipe":
         best, every = self.checkpoint.keep_best, self.checkpoint.every
         evaluate_every = self.training.evaluate_every
         if not best:
             return self
-        if not self.data.validation_sets:
+        if not self._has_validation(info):
             raise UserError(
                 f"checkpoint.keep_best = {best} needs validation losses, and there is no "
                 f"data.validation; use checkpoint.keep_best = 0, or for example data.validation = "
@@ -107,16 +107,21 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def _check_validation(self) -> "Recipe":
+    def _check_validation(self, info: ValidationInfo) -> "Recipe":
         every = self.training.evaluate_every
         uses_every = self.evaluation.tasks and self.evaluation.every is None
-        if every and not self.data.validation_sets and not uses_every:
+        if every and not self._has_validation(info) and not uses_every:
             raise UserError(
                 f"training.evaluate_every = {every} has no effect without data.validation; use "
                 f'training.evaluate_every = 0, or for example data.validation = "data/books/'
                 f'validation"'
             )
         return self
+
+    def _has_validation(self, info: ValidationInfo) -> bool:
+        """Return True if a phase has a validation set, or if only one phase is validated."""
+        in_phases = any("validation" in phase.data for phase in self.phase)
+        return bool(self.data.validation_sets) or in_phases or is_of_a_phase(info)
 
     @property
     def evaluate_tasks_every(self) -> int:
