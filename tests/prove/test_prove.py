@@ -36,7 +36,8 @@ from models.parallel.layers import Deferral
 from models.parallel.micro_batch_info import MicroBatchInfo, attention_rows
 from models.sharding import MatrixPart, Sharding
 from tests.conftest import GPT_SWITCHES, changed, each_in_turn, shipped_recipes, small_recipe
-from tests.ranks import run_ranks
+from tests.ranks import join_world, run_ranks
+from threefold.checkpoint.state import AVERAGE, WEIGHTS
 from threefold.commands import prove
 from threefold.config.loading import REPOSITORY, load_recipe, parse_recipe
 from threefold.config.parallel_dims import ParallelDims
@@ -78,7 +79,7 @@ from threefold.prove.ranks import run_cases
 from threefold.prove.recording import next_float
 from threefold.prove.report import CaseResult, as_json, failures, table, table_of_bands, verdict
 from threefold.prove.shrink import larger_micro_batch, shrink, write_corpus
-from threefold.prove.training import train_cases
+from threefold.prove.training import logical_state, start, train_cases, train_step
 from threefold.runtime.ranks import CPU_VARIABLES
 
 SHIPPED = shipped_recipes()
@@ -163,6 +164,38 @@ def test_shrinking_keeps_the_structure(path: Path, tmp_path: Path) -> None:
         assert depth_ratio(small) == depth_ratio(model)
     assert query_multiplier(small) == pytest.approx(query_multiplier(model), rel=0.1)
     assert small.hidden_size <= 40 * 8 and small.vocab_size < 256  # 40: heads for 5 and 8 ranks
+
+
+def small_steps(name: str, folder: str) -> tuple[Recipe, list[float], float, float]:
+    """Train a small recipe that clips logits and averages weights, both with usual settings.
+
+    Returns:
+        The small recipe, the largest logit of each step, and the largest distances of the average
+        from the weights, after the update that begins it and at the end.
+    """
+    world, corpus = join_world(), Path(folder) / "corpus"
+    settings = ["optimizer.qk_clip=100.0", 'deepspeed="ds_configs/zero1_fp32.json"']
+    average = "optimizer.average={ decay = 0.9999, start_step = 1000, every = 10 }"
+    small = made_small(load_recipe(REPOSITORY / name, [*settings, average]), corpus)
+    write_corpus(corpus, small.model.vocab_size)
+    logits, distances = [], []
+    engine, data = start(small, world)
+    for step in range(1, small.training.steps + 1):
+        logits.append(train_step(engine, data, step).largest_logit or 0)
+        state = logical_state(engine)
+        pairs = ((state[WEIGHTS][key], mean) for key, mean in state[AVERAGE].items())
+        distances.append(max(float((mean - weight).abs().max()) for weight, mean in pairs))
+    return small, logits, distances[0], distances[-1]
+
+
+@pytest.mark.parametrize("name", ["recipes/kimi/k2.toml", "recipes/tiny-muon.toml"])
+def test_small_models_clip_logits_and_average_weights(name: str, tmp_path: Path) -> None:
+    small, logits, first, last = run_ranks(1, small_steps, name, str(tmp_path))[0]
+    limit, average = small.optimizer.qk_clip, small.optimizer.average
+    assert limit and limit < min(logits)
+    assert average and (average.decay, average.start_step, average.every) == (0.8, 1, 2)
+    assert first == 0
+    assert last > 0
 
 
 @pytest.mark.parametrize(("micro", "small"), [(1, 2), (2, 2), (3, 3), (4, 2), (5, 5), (11, 2)])

@@ -24,6 +24,7 @@ MIN_SEQUENCE_LENGTH = 16
 MAX_COMMON_MULTIPLE = 64  # the largest divisor of the recipe's size that a small size keeps
 MIN_SEQUENCES = 8  # in a global batch
 MIN_EXPERTS = 8
+MAX_AVERAGE_DECAY = 0.8  # so that a few steps change the average of the weights visibly
 MAX_LEARNING_RATE = 1e-4  # because Adam turns gradients that are rounding errors into full steps
 
 
@@ -64,6 +65,16 @@ def shrink(
         "learning_rate": rate,
         "schedule": {"warmup_steps": 2, "decay": "cosine", "minimum_learning_rate": rate / 10},
     }
+    if recipe.optimizer.qk_clip is not None:
+        table["optimizer"]["qk_clip"] = min(
+            recipe.optimizer.qk_clip, spread_of_logits(recipe.model)
+        )
+    if (average := recipe.optimizer.average) is not None:
+        table["optimizer"]["average"] = {
+            "decay": min(average.decay, MAX_AVERAGE_DECAY),
+            "start_step": min(average.start_step, 1),
+            "every": min(average.every, 2),
+        }
     table["training"] = {
         "steps": steps,
         "evaluate_every": steps,
@@ -82,6 +93,18 @@ def shrink(
     table["checkpoint"] = {"every": steps}
     table["tracking"] = {"mode": "disabled"}
     return parse_recipe(table, f"{recipe.name}, made small")
+
+
+def spread_of_logits(model: ModelConfig) -> float:
+    """Return the standard deviation of the first attention logits, about the same when made small.
+
+    The largest logit of a head is a few times as large. A limit of this size therefore rescales
+    queries and keys in every step, and attention does not become uniform.
+    """
+    spread = model.initial_std**2 * model.hidden_size  # of unit inputs, over sqrt(score_size)
+    if model.attention_scale is not None:
+        spread *= model.attention_scale * math.sqrt(model.score_size)
+    return spread
 
 
 def small_model(
