@@ -316,6 +316,31 @@ def test_impossible_ramps_are_rejected(
         parse_recipe(staged(small, LONG), "test")
 
 
+@pytest.mark.parametrize(
+    ("batch", "increment", "advice"),
+    [
+        ((8, 2), 2, "for example batch.ramp.start_sequences = 6"),
+        ((8, 2), 3, "start_sequences = 2 and batch.ramp.increment = 6"),
+        ((8, 8), 2, "leave batch.ramp out"),
+        ((8, 2), 8, "leave batch.ramp out"),
+    ],
+)
+def test_the_advice_for_a_ramp_that_begins_with_the_full_batch_works(
+    small: dict[str, Any], batch: tuple[int, int], increment: int, advice: str
+) -> None:
+    ramp = {"start_sequences": 8, "increment": increment, "samples": 16}
+    small["batch"] = {"global_sequences": batch[0], "micro_sequences": batch[1], "ramp": ramp}
+    with pytest.raises(UserError, match=r"start_sequences = 8 is not below") as raised:
+        plan_of(small)
+    message = str(raised.value)
+    assert message.endswith(advice)
+    if "leave" in advice:
+        del small["batch"]["ramp"]
+    for key, value in re.findall(r"(batch[.\w]+) = (\d+)", message.partition("for example ")[2]):
+        apply_overrides(small, [f"{key}={value}"])
+    plan_of(small)
+
+
 def test_a_phase_that_does_not_fit_the_ranks_is_named(small: dict[str, Any]) -> None:
     table = staged(small, {**LONG, "layout": {"tensor": 2}})
     plan = plan_of(table)

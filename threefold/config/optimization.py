@@ -62,6 +62,19 @@ class Batch(Section):
         """The batch with its ramp; this one if it is not a step of a ramp."""
         return self._whole or self
 
+    def _smaller_start(self, ramp: Ramp) -> str:
+        """Return advice for a ramp that does not begin below the full batch."""
+        increment = math.lcm(ramp.increment, self.micro_sequences)
+        if increment >= self.global_sequences:
+            return "leave batch.ramp out"
+        advice = (
+            f"use a smaller number, for example batch.ramp.start_sequences = "
+            f"{self.global_sequences - increment}"
+        )
+        if increment != ramp.increment:
+            advice += f" and batch.ramp.increment = {increment}"
+        return advice
+
     def ramp_that_fits(self, divisor: int, least: int) -> str:
         """Return settings whose batches are all multiples of a number, for a message.
 
@@ -87,6 +100,16 @@ class Batch(Section):
         )
 
     @model_validator(mode="after")
+    def _check(self) -> "Batch":
+        if self.global_sequences % self.micro_sequences:
+            raise UserError(
+                f"batch.global_sequences = {self.global_sequences} is not divisible by "
+                f"batch.micro_sequences = {self.micro_sequences}; use batch.global_sequences = "
+                f"{nearest_multiples(self.global_sequences, self.micro_sequences, most=MAX_COUNT)}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_ramp(self) -> "Batch":
         ramp = self.ramp
         if ramp is None:
@@ -95,8 +118,7 @@ class Batch(Section):
         if growth <= 0:
             raise UserError(
                 f"batch.ramp.start_sequences = {ramp.start_sequences} is not below "
-                f"batch.global_sequences = {self.global_sequences}; use a smaller number, for "
-                f"example batch.ramp.start_sequences = {self.micro_sequences}"
+                f"batch.global_sequences = {self.global_sequences}; {self._smaller_start(ramp)}"
             )
         if growth % ramp.increment:
             raise UserError(
@@ -112,16 +134,6 @@ class Batch(Section):
                     f"{self.micro_sequences}; use a multiple of it, or batch.micro_sequences = "
                     f"{divisor}"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _check(self) -> "Batch":
-        if self.global_sequences % self.micro_sequences:
-            raise UserError(
-                f"batch.global_sequences = {self.global_sequences} is not divisible by "
-                f"batch.micro_sequences = {self.micro_sequences}; use batch.global_sequences = "
-                f"{nearest_multiples(self.global_sequences, self.micro_sequences, most=MAX_COUNT)}"
-            )
         return self
 
 
