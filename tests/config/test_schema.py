@@ -461,6 +461,30 @@ def test_a_key_that_latent_attention_lacks_is_rejected(overrides: list[str], mes
     assert "qkv_bias = true" not in rejected.partition("; ")[2]
 
 
+MIXTURE = "model.experts={count=8,per_token=2,ffn_hidden_size=64};layout.pipeline=1"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        (f"{MIXTURE};layout.expert=2;layout.dp_shard=3", 8),
+        (f"{MIXTURE};layout.expert=2;layout.dp_shard=4", 8),
+    ],
+)
+def test_every_advice_for_experts_works(overrides: str, ranks: int) -> None:
+    """All alternatives of the message are tried, each with the other settings as they were."""
+    given = overrides.split(";")
+    advice = rejection(TINY, given, ranks).partition("; use ")[2]
+    for alternative in advice.split(", or "):
+        size = int(re.findall(r"(\d+) ranks", alternative)[0]) if "ranks" in alternative else ranks
+        advised = re.findall(r"(layout\.\w+) = (\w+)", alternative)
+        assert advised or size != ranks
+        world = LaunchEnvironment(size=size, local_size=size)
+        load_recipe(TINY, [*given, *(f"{key}={value}" for key, value in advised)]).parallel_dims(
+            world
+        )
+
+
 def test_no_size_above_the_limit_is_suggested() -> None:
     message = rejection(
         TINY, ["model.hidden_size=16777215", "model.heads=11", "model.kv_heads=1"], 2

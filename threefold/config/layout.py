@@ -311,17 +311,17 @@ def check_dp_shard(model: ModelConfig, layout: Layout, world_size: int) -> None:
     size = layout.dp_shard
     if not size:
         return
+    if layout.expert > 1 and size != replicas:
+        whole = "" if replicas % size else ", or layout.expert = 1"
+        raise UserError(
+            f"layout.dp_shard = {size} with layout.expert = {layout.expert} is not supported, "
+            f"because expert ranks already divide the data ranks; use layout.dp_shard = 0{whole}"
+        )
     if replicas % size:
         raise UserError(
             f"layout.dp_shard = {size} does not divide the {replicas} ranks with the same part "
             f"of the model ({world_size} / layout.tensor / layout.pipeline); use "
             f"layout.dp_shard = {nearest_divisors(replicas, size)}"
-        )
-    if layout.expert > 1 and size < replicas:
-        raise UserError(
-            f"layout.dp_shard = {size} with layout.expert = {layout.expert} is not supported, "
-            f"because expert ranks already divide the data ranks; use layout.dp_shard = 0, or "
-            f"layout.expert = 1"
         )
 
 
