@@ -461,6 +461,10 @@ def test_a_key_that_latent_attention_lacks_is_rejected(overrides: list[str], mes
     assert "qkv_bias = true" not in rejected.partition("; ")[2]
 
 
+OVERLAP = (
+    "layout.pipeline=2;layout.schedule=dualpipev;layout.expert_overlap=true;"
+    "batch.global_sequences=96"
+)
 MIXTURE = "model.experts={count=8,per_token=2,ffn_hidden_size=64};layout.pipeline=1"
 
 
@@ -469,6 +473,12 @@ MIXTURE = "model.experts={count=8,per_token=2,ffn_hidden_size=64};layout.pipelin
     [
         (f"{MIXTURE};layout.expert=2;layout.dp_shard=3", 8),
         (f"{MIXTURE};layout.expert=2;layout.dp_shard=4", 8),
+        (f"{MIXTURE};layout.expert=3", 8),
+        (f"{MIXTURE};{OVERLAP};layout.expert=2", 2),
+        (f"{MIXTURE};{OVERLAP};layout.expert=4", 6),
+        (f"{MIXTURE};{OVERLAP};layout.expert=4", 4),
+        (f"{MIXTURE};{OVERLAP};layout.expert=5;model.experts.count=15", 6),
+        (f"{MIXTURE};{OVERLAP};layout.expert=2;layout.context=3;model.sequence_length=96", 6),
     ],
 )
 def test_every_advice_for_experts_works(overrides: str, ranks: int) -> None:

@@ -293,11 +293,15 @@ def check_expert_ranks(model: ModelConfig, layout: Layout, world_size: int) -> N
     if model.experts is None or replicas % layout.expert == 0:
         return
     share = model.experts.count * layout.expert_tensor // layout.tensor
-    works = math.gcd(replicas, share)
+    works = f"layout.expert = {nearest_divisors(math.gcd(replicas, share), layout.expert)}"
+    if layout.expert_overlap and share == model.experts.count:  # which layout.expert = 1 rejects
+        works = works.replace("= 1 or ", "= ")
+        if works.endswith(" = 1"):
+            ranks = math.lcm(layout.ranks_per_data_rank, world_size // replicas * layout.expert)
+            works += f" and layout.expert_overlap = false, or a multiple of {ranks} ranks"
     raise UserError(
         f"layout.expert = {layout.expert} does not divide the {replicas} ranks with the same part "
-        f"of the model ({world_size} / layout.tensor / layout.pipeline); use layout.expert = "
-        f"{nearest_divisors(works, layout.expert)}"
+        f"of the model ({world_size} / layout.tensor / layout.pipeline); use {works}"
     )
 
 
