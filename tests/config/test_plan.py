@@ -417,3 +417,70 @@ def test_validation_may_begin_with_a_later_phase(small: dict[str, Any]) -> None:
         plan_of(small | {"phase": [LONG]})
     small["training"]["evaluate_every"] = 0
     plan_of(small | {"phase": [LONG]})
+
+
+WSD = {"warmup_steps": 5, "decay": "wsd", "decay_steps": 8}
+RATE: dict[str, Any] = {"name": "rate", "optimizer": {"learning_rate": 1e-3}}
+SEQUENCES = {"warmup_steps": 8, "decay": "cosine", "counts": "sequences", "steps": 64}
+LONGER: dict[str, Any] = {"name": "long", "model": {"sequence_length": 64}}
+CONSTANT = {"warmup_steps": 5, "decay": "constant"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "phases", "advice"),
+    [
+        (  # the decay needs 13 steps before and after the start, and the run has 30
+            WSD, [{**RATE, "start_step": 20}],
+            ("phase.rate.start_step = 18,", "phase.rate.optimizer.schedule = {"),
+        ),
+        (WSD, [{**RATE, "start_tokens": 19 * 256}], ("start_step = 18 in place of start_tokens,",)),
+        (WSD, [{**RATE, "start_step": 5}], ("use for example optimizer.schedule = {",)),
+        (
+            WSD, [{**RATE, "start_step": 15}, {**RATE, "name": "last", "start_step": 28}],
+            ("use for example phase.last.optimizer.schedule = {",),
+        ),
+        (
+            CONSTANT, [{**LONGER, "start_step": 17},
+                       {"name": "late", "start_step": 19, "optimizer": {"schedule": WSD}}],
+            ("phase.late.start_step = 18,", "decay_steps = 12 }"),
+        ),
+        (
+            CONSTANT, [{**LONGER, "start_step": 18},
+                       {"name": "late", "start_step": 19, "optimizer": {"schedule": WSD}}],
+            ("use for example phase.late.optimizer.schedule = {",),
+        ),
+        (SEQUENCES, [{**RATE, "start_step": 15}], ('steps = 64', 'counts = "sequences"')),
+        (
+            SEQUENCES | {"decay": "wsd", "decay_steps": 8}, [{**RATE, "start_step": 15}],
+            ("decay_steps = 8",),
+        ),
+        (
+            CONSTANT,
+            [{**LONGER, "start_tokens": 1}, {**LONGER, "name": "more", "start_tokens": 2}],
+            ("use phase.more.start_step = 3 or more in place of start_tokens",),
+        ),
+        (CONSTANT, [{**LONGER, "start_step": 30}, {**LONGER, "name": "more", "start_step": 30}],
+         ("; leave the phase out",)),
+    ],
+)  # fmt: skip
+def test_the_advice_for_the_schedule_and_the_start_of_a_phase_works(
+    small: dict[str, Any], schedule: dict[str, Any], phases: list[dict[str, Any]],
+    advice: tuple[str, ...],
+) -> None:  # fmt: skip
+    small["optimizer"]["schedule"] = schedule
+    small["training"]["steps"] = 30
+    table = small | {"phase": phases}
+    with pytest.raises(UserError) as raised:
+        plan_of(table)
+    message = str(raised.value)
+    assert all(words in message for words in advice), message
+    if "leave the phase out" in message:
+        plan_of(table | {"phase": phases[:-1]})
+        return
+    for alternative in message.partition("; use ")[2].split(", or "):
+        followed = deepcopy(table)
+        if "in place of start_tokens" in alternative:
+            del followed["phase"][-1]["start_tokens"]
+        ((key, value),) = re.findall(r"(\S+) = ({.*}|\d+)", alternative)
+        apply_overrides(followed, [f"{key}={value}"])
+        plan_of(followed)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from models.errors import UserError
+from models.errors import UserError, toml_value
 from threefold.config.optimization import Batch, learning_rate
 from threefold.config.recipe import Recipe
 from threefold.config.sections import (
@@ -65,9 +65,12 @@ def phase_tables(recipe: dict[str, Any]) -> list[PhaseTable]:
         if phase.start_tokens is not None:
             start = f"start_tokens = {phase.start_tokens} (step {first})"
         if first <= before.first:
+            earliest = _earliest_after(before)
+            works = f"use {phase.key}.start_step = {earliest} or more"
+            works += "" if phase.start_tokens is None else " in place of start_tokens"
             raise UserError(
                 f'{phase.key}.{start} does not come after phase "{before.name}", which begins with '
-                f"step {before.first}; use start_step = {before.first + 1} or more"
+                f"step {before.first}; {works if earliest <= steps else 'leave the phase out'}"
             )
         if first > steps:
             raise UserError(
@@ -78,6 +81,11 @@ def phase_tables(recipe: dict[str, Any]) -> list[PhaseTable]:
         merged = merge(before.table, phase)
         tables.append(PhaseTable(phase.name, first, merged, phase.begins_schedule))
     return tables
+
+
+def _earliest_after(before: PhaseTable) -> int:
+    """Return the first step at which a phase may follow, after a step with the full batch."""
+    return batches(before.table["batch"], before.first, None)[-1][0] + 1
 
 
 def _check_names(phases: list[Phase]) -> None:
@@ -501,6 +509,8 @@ def _segments(recipe: Recipe) -> tuple[Segment, ...]:
         later = [first for first in schedules if first > phase.first]
         schedule = (first_of_schedule, later[0] - 1 if later else steps)
         read = 0 if phase.begins_schedule else read
+        if number:
+            _check_length_of_schedule(recipe.phase[number - 1], tables[number - 1])
         for first, end, sequences in batches(phase.table["batch"], phase.first, last):
             assert end is not None
             plain = _plain_recipe(phase, sequences, recipe.batch)
@@ -621,10 +631,59 @@ def _check_phase(recipe: Recipe, segment: Segment, phase: PhaseTable) -> None:
             )
     steps = segment.schedule_last - segment.schedule_first + 1
     if phase.begins_schedule:
+        works = _shorter_schedule(recipe, segment, steps)
         try:
-            segment.recipe.optimizer.check_schedule(steps, "the steps of its schedule")
+            segment.recipe.optimizer.check_schedule(steps, "the steps of its schedule", works)
         except UserError as problem:
             raise UserError(f"{about}{problem}") from None
+
+
+def _shorter_schedule(recipe: Recipe, segment: Segment, steps: int) -> str:
+    """Return settings with which the warm-up and the decay of a phase fit into its schedule.
+
+    Args:
+        recipe: the whole recipe
+        segment: the last segment of the phase
+        steps: steps of the schedule
+    """
+    shorter = {"warmup_steps": 0, "decay": "wsd", "decay_steps": steps}
+    if not segment.number:
+        return f"for example optimizer.schedule = {toml_value(shorter)}"
+    phase, schedule = recipe.phase[segment.number - 1], segment.recipe.optimizer.schedule
+    works = f"for example {phase.key}.optimizer.schedule = {toml_value(shorter)}"
+    first = segment.schedule_last + 1 - schedule.warmup_steps - schedule.decay_steps
+    earlier = phase_tables(recipe.model_dump(mode="json"))[: segment.number]
+    before, old = earlier[-1], earlier[-1].table["optimizer"]["schedule"]
+    earliest = _earliest_after(before)
+    if old["decay"] == "wsd" and not old.get("steps"):  # which has to fit before the phase
+        begins = [table.first for table in earlier if table.begins_schedule][-1]
+        earliest = max(earliest, begins + old["warmup_steps"] + old["decay_steps"])
+    if first < earliest:
+        return works
+    instead = "" if phase.start_tokens is None else " in place of start_tokens"
+    return f"{phase.key}.start_step = {first}{instead}, or {works}"
+
+
+def _check_length_of_schedule(phase: Phase, before: PhaseTable) -> None:
+    """Check that a phase that counts sequences has a number of them for its schedule.
+
+    Args:
+        before: the phase before it
+
+    Raises:
+        UserError: the phase sets only the learning rate, and the old schedule's length is not its
+            own.
+    """
+    schedule = before.table["optimizer"]["schedule"]
+    inherits = phase.begins_schedule and "schedule" not in phase.optimizer
+    if inherits and schedule["counts"] == "sequences" and schedule["decay"] != "constant":
+        kept = ("warmup_steps", "decay", "decay_steps", "counts", "steps")
+        own = {key: schedule[key] for key in kept if key != "decay_steps" or schedule[key]}
+        raise UserError(
+            f"{phase.key}.optimizer.learning_rate begins a schedule, and with "
+            f'optimizer.schedule.counts = "sequences" it needs a length of its own in sequences; '
+            f"use for example {phase.key}.optimizer.schedule = {toml_value(own)}"
+        )
 
 
 def _about(plan: PhasePlan, segment: Segment) -> str:
