@@ -65,6 +65,17 @@ def test_a_setting_that_only_the_shipped_file_has_is_named(tmp_path: Path) -> No
     assert settings == ["data_types.grad_accum_dtype"]
 
 
+@pytest.mark.parametrize(("stage", "expected"), [(2, []), (3, ["data_types.grad_accum_dtype"])])
+def test_sums_of_fp16_are_compared_by_their_precision(
+    stage: int, expected: list[str], tmp_path: Path
+) -> None:
+    """Without the key, gradients are added up in fp32, but in fp16 with ZeRO-3."""
+    stated = {"data_types": {"grad_accum_dtype": "fp32"}} if stage == 2 else {}
+    shipped = json.loads((REPOSITORY / "ds_configs/zero1_fp16.json").read_text())
+    file = write(tmp_path, stage, fp16=shipped["fp16"], **stated)
+    assert different_settings(str(file), "ds_configs/zero1_fp16.json") == expected
+
+
 def test_the_advice_names_replaced_settings(tmp_path: Path) -> None:
     file = write(tmp_path, communication_data_type="bf16")
     message = (

@@ -107,7 +107,7 @@ def test_a_checkpoint_is_published_only_with_the_lease(
             order.append("manifest")
 
     class Writer:
-        recipe = type("Recipe", (), {"checkpoint": None})
+        phase_plan = None
         damaged = ()
         on_publish = staticmethod(lambda *_: order.append("told"))
 
