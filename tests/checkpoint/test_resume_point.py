@@ -98,6 +98,14 @@ def test_a_changed_batch_moves_nothing_that_counts_what_was_read(
     assert str(rejected.value).endswith("start_step = 21") == (counting != "batch.ramp")
 
 
+def test_a_ramp_in_which_a_run_has_ended_has_not_ended(corpus: Path) -> None:
+    found = resumed(recipe_of(corpus, training__steps=20, **RAMP), 20)
+    resume._check_counts(found, recipe_of(corpus, training__steps=40, **RAMP))
+    shorter = {"batch__ramp": RAMP["batch__ramp"] | {"samples": 8}}
+    with pytest.raises(UserError, match=r"samples in 20 steps, .*; batch.ramp counts"):
+        resume._check_counts(found, recipe_of(corpus, training__steps=40, **shorter))
+
+
 LATE = {
     "name": "late",
     "start_step": 21,

@@ -18,7 +18,7 @@ from threefold.data.manifest import tokenizer_hash
 from threefold.prepare_data import formats as formats_module
 from threefold.prepare_data.documents import PROBLEM_KINDS
 from threefold.prepare_data.formats import Format
-from threefold.prepare_data.source import SourceOptions, find_files, open_source, open_validation
+from threefold.prepare_data.source import SourceOptions, open_source, open_validation
 from threefold.prepare_data.tables import Stream
 from threefold.prepare_data.tokenization import PieceCounts, texts_of
 from threefold.prepare_data.workspace import mark_workspace
@@ -530,16 +530,18 @@ def test_a_file_next_to_its_compressed_copy_is_reported(
 ) -> None:
     for name in ("a", "b"):
         json_lines(tmp_path / f"{name}.jsonl")
-    find_files(str(tmp_path))
+    opened(tmp_path)
     assert "warning" not in capsys.readouterr().out
     for name in ("a", "b"):
         packed = gzip.compress((tmp_path / f"{name}.jsonl").read_bytes())
         (tmp_path / f"{name}.jsonl.gz").write_bytes(packed)
-    find_files(str(tmp_path))
+    opened(tmp_path)
     assert (
         f"warning: {tmp_path}/a.jsonl and its compressed copy a.jsonl.gz are both read (and 1 more "
         f"pair); if they have the same documents, delete one of them" in capsys.readouterr().out
     )
+    opened(tmp_path / "b.jsonl.gz", tmp_path / "b.jsonl")
+    assert "b.jsonl and its compressed copy b.jsonl.gz are both" in capsys.readouterr().out
 
 
 def test_skipped_files_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

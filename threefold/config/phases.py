@@ -395,7 +395,8 @@ class PhasePlan:
         for phase in self.recipe.phase:
             if phase.start_tokens is not None:
                 return f"{phase.key}.start_tokens = {phase.start_tokens}"
-        if self.recipe.batch.ramp and self.at(step + 1) not in self.phases:
+        batch = self.at(step + 1).recipe.batch  # of the last step, if the run has ended
+        if batch.global_sequences < batch.whole.global_sequences:
             return RAMP
         return ""
 

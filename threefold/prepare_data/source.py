@@ -96,6 +96,7 @@ def open_source(names: Sequence[str], reading: SourceOptions) -> list[Format]:
             formats += [Texts(whole)] if whole else []
         else:
             formats.append(open_dataset(name, reading))
+    warn_of_copies(all_files)
     if reading.suggests_split:
         suggest_files(all_files)
     return formats
@@ -241,16 +242,6 @@ def find_files(name: str, option: str = "--source") -> list[Path]:
     files, left_out = sort_out(sorted(once.values()))
     for reason, others in left_out.items():
         print(f"skipped {count_of(others)} ({reason}), such as {others[0]}")
-    paths = set(files)
-    copies = [file for file in files if is_compressed(file) and file.with_suffix("") in paths]
-    if copies:
-        first, *others = copies
-        more = f" (and {counted(len(others), 'more pair')})" if others else ""
-        print(
-            f"warning: {first.with_suffix('')} and its compressed copy {first.name} are both "
-            f"read{more}; if they have the same documents, delete one of them, or use a pattern "
-            f"that only one matches"
-        )
     if not found:
         folder = path.parent
         while glob.has_magic(str(folder)):
@@ -264,6 +255,20 @@ def find_files(name: str, option: str = "--source") -> list[Path]:
         )
         raise UserError(f"{option} {name}: no file is one of {FORMATS}{why}")
     return files
+
+
+def warn_of_copies(files: Sequence[Path]) -> None:
+    """Print a warning about files that are read next to their compressed copies."""
+    paths = set(files)
+    copies = [file for file in files if is_compressed(file) and file.with_suffix("") in paths]
+    if copies:
+        first, *others = copies
+        more = f" (and {counted(len(others), 'more pair')})" if others else ""
+        print(
+            f"warning: {first.with_suffix('')} and its compressed copy {first.name} are both "
+            f"read{more}; if they have the same documents, delete one of them, or use a pattern "
+            f"that only one matches"
+        )
 
 
 def match(pattern: str) -> list[Path]:

@@ -106,4 +106,4 @@ def is_due(step: int, every: int, last: int) -> bool:
 
 def stopped_without_save(step: int, reason: str) -> str:
     """Return the message of a run that stops before it saves a step."""
-    return f"step {step}: {reason}; the newest checkpoint is from an earlier step"
+    return f"step {step}: {reason}; the newest checkpoint, if there is one, is from an earlier step"
