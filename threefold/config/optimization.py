@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
 
-from models.config import nearest_divisors, nearest_multiples
+from models.config import nearest_multiples
 from models.errors import UserError
 from threefold.config.sections import (
     MAX_COUNT,
@@ -123,8 +123,8 @@ class Batch(Section):
         if growth % ramp.increment:
             raise UserError(
                 f"batch.ramp.increment = {ramp.increment} does not divide batch.global_sequences - "
-                f"batch.ramp.start_sequences = {growth}; use batch.ramp.increment = "
-                f"{nearest_divisors(growth, ramp.increment)}"
+                f"batch.ramp.start_sequences = {growth}; use "
+                f"{self.ramp_that_fits(self.micro_sequences, self.micro_sequences)}"
             )
         for key in ("start_sequences", "increment"):
             if (count := getattr(ramp, key)) % self.micro_sequences:

@@ -192,7 +192,8 @@ REQUESTS_AT = Tasks.requests_at
 
 
 def without_documents(data: TrainingData) -> MicroBatchInfo:
-    return data.info(((data.sequence_length,),))
+    one_each = ((data.sequence_length,),)
+    return MicroBatchInfo.of_windows(one_each, data.context_rank, data.context_size)
 
 
 def faulty_worker(folder: str) -> dict[str, Any]:
