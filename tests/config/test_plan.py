@@ -247,6 +247,10 @@ REJECTED = {
         'phase "decay": optimizer.schedule.warmup_steps = 0 and decay_steps = 9 do not fit into '
         "the steps of its schedule = 6",
     ),
+    "a long decay of another shape": (
+        [{**DECAY, "optimizer": {"schedule": SCHEDULE | {"decay_shape": "sqrt"}}}],
+        'schedule = { warmup_steps = 0, decay = "wsd", decay_steps = 6, decay_shape = "sqrt" }',
+    ),
 }
 
 

@@ -651,6 +651,7 @@ def _shorter_schedule(recipe: Recipe, segment: Segment, steps: int) -> str:
     if not segment.number:
         return f"for example optimizer.schedule = {toml_value(shorter)}"
     phase, schedule = recipe.phase[segment.number - 1], segment.recipe.optimizer.schedule
+    shorter = phase.optimizer.get("schedule", {}) | shorter
     works = f"for example {phase.key}.optimizer.schedule = {toml_value(shorter)}"
     first = segment.schedule_last + 1 - schedule.warmup_steps - schedule.decay_steps
     earlier = phase_tables(recipe.model_dump(mode="json"))[: segment.number]
