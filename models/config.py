@@ -979,8 +979,8 @@ def nearest_multiples(value: int, divisor: int, *, most: int = MAX_SIZE) -> str:
     return " or ".join(str(n) for n in multiples) or f"{divisor}"
 
 
-def nearest_divisors(number: int, value: int) -> str:
-    """Return the divisors of `number` around `value` as a phrase: '4 or 8'."""
-    below = (n for n in range(min(value, number), 0, -1) if number % n == 0)
+def nearest_divisors(number: int, value: int, *, least: int = 1) -> str:
+    """Return the divisors of `number` around `value`, from `least` on, as a phrase: '4 or 8'."""
+    below = (n for n in range(min(value, number), least - 1, -1) if number % n == 0)
     above = (n for n in range(value + 1, number + 1) if number % n == 0)
     return " or ".join(str(n) for n in (next(below, 0), next(above, 0)) if n)

@@ -293,12 +293,16 @@ def check_expert_ranks(model: ModelConfig, layout: Layout, world_size: int) -> N
     if model.experts is None or replicas % layout.expert == 0:
         return
     share = model.experts.count * layout.expert_tensor // layout.tensor
-    works = f"layout.expert = {nearest_divisors(math.gcd(replicas, share), layout.expert)}"
-    if layout.expert_overlap and share == model.experts.count:  # which layout.expert = 1 rejects
-        works = works.replace("= 1 or ", "= ")
-        if works.endswith(" = 1"):
-            ranks = math.lcm(layout.ranks_per_data_rank, world_size // replicas * layout.expert)
-            works += f" and layout.expert_overlap = false, or a multiple of {ranks} ranks"
+    common = math.gcd(replicas, share)
+    # With layout.expert = 1, there is no exchange that layout.expert_overlap could hide.
+    least = 2 if layout.expert_overlap and share == model.experts.count else 1
+    if common >= least:
+        works = f"layout.expert = {nearest_divisors(common, layout.expert, least=least)}"
+    else:
+        ranks = math.lcm(layout.ranks_per_data_rank, world_size // replicas * layout.expert)
+        works = (
+            f"layout.expert = 1 and layout.expert_overlap = false, or a multiple of {ranks} ranks"
+        )
     raise UserError(
         f"layout.expert = {layout.expert} does not divide the {replicas} ranks with the same part "
         f"of the model ({world_size} / layout.tensor / layout.pipeline); use {works}"

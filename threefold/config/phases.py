@@ -346,7 +346,7 @@ class PhasePlan:
         """Return the segments of a phase, which differ only in the batch.
 
         Raises:
-            UserError: there is no such phase.
+            UserError: the recipe has no phase of this name.
         """
         segments = [segment for segment in self.segments if segment.phase == phase]
         if not segments:
@@ -357,7 +357,7 @@ class PhasePlan:
         """Return the steps of a phase.
 
         Raises:
-            UserError: there is no such phase.
+            UserError: the recipe has no phase of this name.
         """
         segments = self.segments_of(phase)
         return range(segments[0].first, segments[-1].last + 1)
@@ -366,7 +366,7 @@ class PhasePlan:
         """Return the plain recipe of a phase, with its full batch.
 
         Raises:
-            UserError: there is no such phase.
+            UserError: the recipe has no phase of this name.
         """
         return self.at(self.steps_of(phase)[-1]).recipe
 

@@ -152,7 +152,7 @@ def check_prompt(prompt: str, source: CheckpointReader, tokenizer: Path | None) 
     """Check a prompt before a checkpoint is exported, which may take long.
 
     Raises:
-        UserError: there is no tokenizer; or the prompt is empty, too long or not in UTF-8.
+        UserError: no tokenizer is found, or the prompt is empty, too long or not in UTF-8.
     """
     if tokenizer is None:
         raise UserError(

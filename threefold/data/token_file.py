@@ -37,7 +37,7 @@ MAX_DOCUMENT_TOKENS = 2**31 - 1  # Megatron's format stores lengths as int32
 INDEX_ENTRIES_PER_WRITE = 2**20
 ENTRIES_PER_CHECK = 2**16  # of a column of the index; arrays of this size stay in the cache
 TEMPORARY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)  # errors of a failover
-READ_TRIES, SECONDS_BETWEEN_TRIES = 13, 5.0  # a file server's failover takes up to a minute
+MAX_REPETITIONS, SECONDS_BETWEEN_TRIES = 12, 5.0  # a file server's failover takes up to a minute
 
 
 class PositionedFile:
@@ -63,7 +63,7 @@ class PositionedFile:
 
     @property
     def is_written(self) -> bool:
-        """True if the time of its last change is no longer that when it was opened."""
+        """True if its modification time has changed since it was opened."""
         try:
             return os.fstat(self._descriptor).st_mtime_ns != self._written
         except OSError:  # the file server does not answer
@@ -86,22 +86,20 @@ class PositionedFile:
 
     def _patient_read(self, size: int, position: int) -> bytes:
         """Return at most `size` bytes from a position on; none only at the end of the file."""
-        for tries in range(1, READ_TRIES):
+        left = MAX_REPETITIONS
+        while True:
             try:
                 return os.pread(self._descriptor, size, position)
             except OSError as error:
-                if error.errno not in TEMPORARY:
+                if not left or error.errno not in TEMPORARY:
                     raise OSError(error.errno, error.strerror, str(self.path)) from None
-                if tries == 1:
-                    seconds = f"{(READ_TRIES - 1) * SECONDS_BETWEEN_TRIES:.0f} s"
+                if left == MAX_REPETITIONS:
+                    seconds = f"{MAX_REPETITIONS * SECONDS_BETWEEN_TRIES:.0f} s"
                     print(f"{self.path} cannot be read ({error.strerror}); trying again for up to "
                           f"{seconds}", file=sys.stderr, flush=True)  # fmt: skip
             time.sleep(SECONDS_BETWEEN_TRIES)
             self._open_again()
-        try:
-            return os.pread(self._descriptor, size, position)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.path)) from None
+            left -= 1
 
     def _open_again(self) -> None:
         """Replace the descriptor, which may be stale, if the file can be opened."""

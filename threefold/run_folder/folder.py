@@ -205,7 +205,8 @@ class RunFolder:
         self.check_lease()
         self.write_recipe("recipe.toml", recipe)
         try:
-            lines = self._metric_lines.read()
+            content = self._metric_lines.content()
+            lines = self._metric_lines.parse(content)
             # If a recorded step after `start` ended at or before the sample at which the run
             # continues, the step is from a branch that a rollback discarded.
             limit = start.tokens(PhasePlan(recipe))
@@ -214,7 +215,8 @@ class RunFolder:
                 for line in map(_numbers, lines)
             )
             lost = [line for line in lines if line["step"] > start.step]
-            if lost or not self._metric_lines.has_whole_lines(len(lines)):
+            is_whole = content.endswith(b"\n") and content.count(b"\n") == len(lines)
+            if lost or not is_whole or not self.has_written_metrics:
                 self._keep_metrics(lines, start.step, copy=branching or discarded)
             if lost:
                 self.event("repeat", start.step, steps=len(lost), seconds=seconds_of(lost))

@@ -103,14 +103,6 @@ class LineFile:
         lines = map(self._parse, content.split(b"\n"))
         return [line for line in lines if line is not None]
 
-    def has_whole_lines(self, count: int) -> bool:
-        """Return True if the file consists of this number of whole lines, and none waits."""
-        content = self.content()
-        is_whole = content.endswith(b"\n") or not content
-        return (
-            self.path.exists() and not self._waiting and is_whole and content.count(b"\n") == count
-        )
-
     def content(self) -> bytes:
         """Return the bytes of the file, followed by the waiting lines.
 

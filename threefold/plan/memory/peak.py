@@ -155,7 +155,7 @@ def shard_copy_bytes(footprint: Footprint, layout: PlannedLayout) -> float:
     return BYTES["fp32"] / layout.optimizer_ranks
 
 
-def copied_bytes(job: Job, parameters: float, head: int = 0) -> float:
+def bucket_copy_bytes(job: Job, parameters: float, head: int = 0) -> float:
     """Return the most bytes of the copies of complete buckets with `parameters`.
 
     They exist until the end of the step. With shard groups, each is freed when its sum is complete.
@@ -172,16 +172,16 @@ def copied_bytes(job: Job, parameters: float, head: int = 0) -> float:
 def reduction_bytes(job: Job, stage: int, parameters: int) -> float:
     """Return the bytes that the reduction adds to the sums at the end of a step."""
     footprint, layout = job.footprint, job.layout
-    copies = copied_bytes(job, parameters)
-    shards = BYTES["fp32"] / layout.optimizer_ranks * parameters
+    copies = bucket_copy_bytes(job, parameters)
     if not copies:
         return shard_copy_bytes(footprint, layout) * parameters
-    newest = footprint.weight * newest_gradient(job, stage)
+    shards = BYTES["fp32"] / layout.optimizer_ranks * parameters
+    newest = footprint.weight * newest_gradient_elements(job, stage)
     # Without shard groups, a shard takes the place of its copy.
     return newest + (copies + shards if layout.dp_shard > 1 else max(copies, shards))
 
 
-def newest_gradient(job: Job, stage: int) -> float:
+def newest_gradient_elements(job: Job, stage: int) -> float:
     """Return the elements of the last large gradient of a step, which exists next to its sum."""
     model, tensor = job.model, job.layout.tensor
     if stage == 0:
@@ -189,7 +189,7 @@ def newest_gradient(job: Job, stage: int) -> float:
     return 0.0 if adds_in_matmul(job) else model.hidden_size * model.gate_and_up_size / tensor
 
 
-def separate_head(job: Job, stage: int) -> int:
+def separate_head_parameters(job: Job, stage: int) -> int:
     """Return the parameters of the head if its gradient is a bucket itself, otherwise 0."""
     model, table = job.model, table_parameters(job.model, job.layout.tensor)
     is_apart = table > job.footprint.group_bucket_elements and not model.copies_embedding
@@ -520,8 +520,8 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
             moments.append(head_reduction(job, activations, passing.buffers))
     if not footprint.stock_pipeline and not is_grouped and not job.shards_in_passes:
         # These gradients are already being reduced during the first chunk's backward pass.
-        head = separate_head(job, stage)
-        early = copied_bytes(job, early_parameters(job, stage, parameters), head)
+        head = separate_head_parameters(job, stage)
+        early = bucket_copy_bytes(job, early_parameters(job, stage, parameters), head)
         if early or layout.virtual_stages > 1:
             ending = in_flight_at_the_end(layout, stage, job.micro_batches)
             held = held_activations(job, stage, ending) + receive_bytes(job)
@@ -539,7 +539,7 @@ def early_parameters(job: Job, stage: int, parameters: int) -> int:
         return parameters
     if job.layout.virtual_stages > 1:
         return parameters - first_chunk_parameters(job, stage)
-    return separate_head(job, stage)
+    return separate_head_parameters(job, stage)
 
 
 def table_reductions(
