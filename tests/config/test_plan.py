@@ -303,7 +303,7 @@ def test_learned_positions_cannot_become_longer(small: dict[str, Any]) -> None:
     [
         ({"start_sequences": 8, "increment": 2, "samples": 30}, "is not below"),
         ({"start_sequences": 2, "increment": 4, "samples": 30}, "does not divide"),
-        ({"start_sequences": 2, "increment": 2, "samples": 300}, "in between; use fewer"),
+        ({"start_sequences": 2, "increment": 2, "samples": 300}, "between; use .*samples = 22"),
         (
             {"start_sequences": 2, "increment": 2, "samples": 40},
             "and phase.long begins with step 9, .* begin the phase at step 15 or later, or",
@@ -343,6 +343,27 @@ def test_the_advice_for_a_ramp_that_begins_with_the_full_batch_works(
     for key, value in re.findall(r"(batch[.\w]+) = (\d+)", message.partition("for example ")[2]):
         apply_overrides(small, [f"{key}={value}"])
     plan_of(small)
+
+
+@pytest.mark.parametrize("start_step", [2, 3, 9])
+def test_the_advised_length_of_a_ramp_is_the_longest_that_fits_before_a_phase(
+    small: dict[str, Any], start_step: int
+) -> None:
+    ramp = {"start_sequences": 2, "increment": 2, "samples": 90}
+    small["batch"] = {"global_sequences": 8, "micro_sequences": 2, "ramp": ramp}
+    table = staged(small, {**LONG, "start_step": start_step})
+    with pytest.raises(UserError, match=r"must come in between; .*samples|leave.* out$") as raised:
+        plan_of(table)
+    if start_step == 2:  # the only step before the phase needs the full batch
+        assert str(raised.value).endswith("leave batch.ramp out")
+        return
+    advised = int(re.findall(r"batch.ramp.samples = (\d+)$", str(raised.value))[0])
+    apply_overrides(table, [f"batch.ramp.samples={advised}"])
+    last = plan_of(table).segments_of("first")[-1]
+    assert (last.first, last.last) == (start_step - 1, start_step - 1)
+    apply_overrides(table, [f"batch.ramp.samples={advised + 1}"])
+    with pytest.raises(UserError, match="must come in between"):
+        plan_of(table)
 
 
 def test_a_phase_that_does_not_fit_the_ranks_is_named(small: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ work on a step get its plain recipe, which has neither.
 """
 
 import json
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
@@ -621,14 +622,20 @@ def _check_phase(recipe: Recipe, segment: Segment, phase: PhaseTable) -> None:
             f"only loss_weight, for example loss_weight = 0.1"
         )
     if phase.first == 1 and recipe.batch.ramp and recipe.phase:
-        (*ramp, _) = batches(phase.table["batch"], 1, None)
-        end = ramp[-1][1] or 0
+        batch = phase.table["batch"]
+        end = _end_of_ramp(batch, batch["ramp"]["samples"])
         if end >= segment.last:
             later = f"begin the phase at step {end + 2} or later, or "
+            fitting = bisect_left(  # the most samples that end in time
+                range(1, batch["ramp"]["samples"]),
+                segment.last,
+                key=lambda samples: _end_of_ramp(batch, samples),
+            )
+            shorter = f"use batch.ramp.samples = {fitting}" if fitting else "leave batch.ramp out"
             raise UserError(
                 f"batch.ramp ends with step {end}, and phase.{recipe.phase[0].name} begins with "
                 f"step {segment.last + 1}, but a step with the full batch must come in between; "
-                f"{later if end + 2 <= recipe.training.steps else ''}use fewer batch.ramp.samples"
+                f"{later if end + 2 <= recipe.training.steps else ''}{shorter}"
             )
     steps = segment.schedule_last - segment.schedule_first + 1
     if phase.begins_schedule:
@@ -637,6 +644,12 @@ def _check_phase(recipe: Recipe, segment: Segment, phase: PhaseTable) -> None:
             segment.recipe.optimizer.check_schedule(steps, "the steps of its schedule", works)
         except UserError as problem:
             raise UserError(f"{about}{problem}") from None
+
+
+def _end_of_ramp(batch: Mapping[str, Any], samples: int) -> int:
+    """Return the last step of a ramp from step 1 that has another number of samples."""
+    (*ramp, _) = batches({**batch, "ramp": batch["ramp"] | {"samples": samples}}, 1, None)
+    return ramp[-1][1] or 0
 
 
 def _shorter_schedule(recipe: Recipe, segment: Segment, steps: int) -> str:
