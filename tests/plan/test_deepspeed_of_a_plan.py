@@ -12,6 +12,7 @@ from tests.commands import run_here
 from threefold.commands import plan
 from threefold.config.deepspeed_json import different_settings
 from threefold.config.loading import REPOSITORY
+from threefold.launch.replanning import Replanner
 
 SHIPPED = sorted((REPOSITORY / "ds_configs").glob("*.json"))
 
@@ -91,3 +92,18 @@ def test_the_advice_names_replaced_settings(tmp_path: Path) -> None:
     assert written.stderr.endswith(f"\nplan.py: {message}")
     kept = run_plan(write(tmp_path, 1, communication_data_type="bf16"), "--top", "1", "--json")
     assert json.loads(kept.stdout)["best"][0]["replaced_settings"] == []
+
+
+def test_a_layout_for_fewer_nodes_names_replaced_settings(tmp_path: Path) -> None:
+    file = write(tmp_path, communication_data_type="bf16")
+    cluster = ["cluster.nodes=4", "cluster.gpus_per_node=1", "cluster.gpu=cpu"]
+    settings = [*cluster, f"deepspeed={file}", "layout.pipeline=4"]
+    replanner = Replanner(REPOSITORY / "recipes/tiny.toml", settings)
+    placement = replanner.placement_on(2)
+    assert placement is not None
+    assert placement.layout.endswith(
+        f", ds_configs/zero1_fp32.json, which has other values than {file} of: "
+        f"communication_data_type"
+    )
+    own = replanner.placement_on(4)
+    assert own is not None and own.layout.endswith(f", {file}")

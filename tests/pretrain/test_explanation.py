@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -141,6 +142,15 @@ def test_without_an_alternative_more_hardware_is_suggested() -> None:
     assert recipe.cluster is not None
     assert alternative(recipe, Machine.of_cluster(recipe.cluster)) is None
     assert "use more nodes" in alternative_text(None)
+
+
+def test_the_alternative_names_replaced_settings() -> None:
+    recipe = load_recipe(REPOSITORY / "recipes/llama/7b.toml", [])
+    assert recipe.cluster is not None
+    other = alternative(recipe, Machine.of_cluster(recipe.cluster))
+    assert other is not None and not other.replaced
+    text = alternative_text(replace(other, replaced=["communication_data_type"]))
+    assert text == f"{alternative_text(other)}; its DeepSpeed JSON changes communication_data_type"
 
 
 def test_only_errors_of_allocators_are_explained() -> None:

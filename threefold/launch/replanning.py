@@ -12,7 +12,12 @@ from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.plan.job import Job, Machine, job_without_layout, own_job, recipe_on_cluster
 from threefold.plan.memory.peak import GIB, StageMemory, fits, fullest_stage, limit_after_shortage
-from threefold.plan.recipe_edits import edits, options_of, problem_in_any_step
+from threefold.plan.recipe_edits import (
+    edits,
+    options_of,
+    problem_in_any_step,
+    replaced_settings,
+)
 from threefold.plan.search import DEFAULT_HEADROOM, Plan, is_near_tie, search
 from threefold.plan.software import load_software
 from threefold.plan.time.step import step_time
@@ -143,7 +148,12 @@ class Replanner:
             return _placement(whole, overrides, own)
         if not plans:
             return None
-        return _placement(changed(plans[0]), overrides_for(plans[0]), plans[0].job)
+        placement = _placement(changed(plans[0]), overrides_for(plans[0]), plans[0].job)
+        replaced = replaced_settings(whole, plans[0])
+        if not replaced:
+            return placement
+        others = f"which has other values than {whole.deepspeed} of: {', '.join(replaced)}"
+        return replace(placement, layout=f"{placement.layout}, {others}")
 
 
 def _options_of_phases(recipe: Recipe, plan: Plan) -> list[str]:

@@ -4,7 +4,7 @@ import contextlib
 import resource
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -24,7 +24,12 @@ from threefold.plan.memory.peak import (
     limit_after_shortage,
     memory_of_stage,
 )
-from threefold.plan.recipe_edits import options_of, phase_prefix, problem_in_run
+from threefold.plan.recipe_edits import (
+    options_of,
+    phase_prefix,
+    problem_in_run,
+    replaced_settings,
+)
 from threefold.plan.search import search
 from threefold.plan.software import THREEFOLD
 from threefold.plan.time.step import step_time
@@ -106,11 +111,14 @@ class Alternative:
         options: the values of --set that select it
         memory: predicted memory of its fullest stage
         slowdown: predicted duration of a step, relative to that of the layout that failed
+        replaced: the settings of the recipe's DeepSpeed JSON of which this layout's JSON has other
+            values
     """
 
     options: list[str]
     memory: StageMemory
     slowdown: float
+    replaced: Sequence[str] = ()
 
 
 def alternative(whole: Recipe, machine: Machine, phase: str = FIRST_PHASE) -> Alternative | None:
@@ -142,7 +150,12 @@ def alternative(whole: Recipe, machine: Machine, phase: str = FIRST_PHASE) -> Al
     if not candidates:
         return None
     best = min(candidates, key=lambda plan: (len(options_of(recipe, plan, phase)), plan.time.total))
-    return Alternative(options_of(recipe, best, phase), best.memory, _slowdown(job, best.job))
+    return Alternative(
+        options_of(recipe, best, phase),
+        best.memory,
+        _slowdown(job, best.job),
+        replaced_settings(recipe, best),
+    )
 
 
 def _slowdown(own: Job, other: Job) -> float:
@@ -290,4 +303,5 @@ def alternative_text(other: Alternative | None) -> str:
     return (
         f"to use less memory, rerun with {options} (predicted: {size_text(other.memory.total)}, "
         f"steps take {other.slowdown:.2f} times as long)"
+        + (f"; its DeepSpeed JSON changes {', '.join(other.replaced)}" if other.replaced else "")
     )
