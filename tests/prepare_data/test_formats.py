@@ -10,14 +10,22 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
-from datasets import Dataset, DatasetDict, IterableDataset, SplitDict, SplitInfo
+from datasets import (
+    Dataset,
+    DatasetDict,
+    IterableDataset,
+    SplitDict,
+    SplitInfo,
+    load_dataset_builder,
+)
 from pyarrow import parquet
 
 from models.errors import UserError
 from threefold.data.manifest import tokenizer_hash
 from threefold.prepare_data import formats as formats_module
+from threefold.prepare_data import source
 from threefold.prepare_data.documents import PROBLEM_KINDS
-from threefold.prepare_data.formats import Format
+from threefold.prepare_data.formats import Format, SourcePiece
 from threefold.prepare_data.source import SourceOptions, open_source, open_validation
 from threefold.prepare_data.tables import Stream
 from threefold.prepare_data.tokenization import PieceCounts, texts_of
@@ -367,10 +375,10 @@ def test_the_training_part_is_not_the_validation_part(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def load(name: str, config: str | None, *, split: str, streaming: bool) -> IterableDataset:
+    def load(name: str, config: str | None, *, split: str) -> Dataset:
         if split not in ("train", "validation"):
             raise ValueError(f'Unknown split "{split}". Should be one of [train, validation].')
-        return table().to_iterable_dataset()
+        return table() if split == "train" else Dataset.from_dict({"body": ["another"]})
 
     monkeypatch.setattr("threefold.prepare_data.source.load_dataset", load)
     monkeypatch.chdir(tmp_path)
@@ -387,6 +395,26 @@ def test_the_training_part_is_not_the_validation_part(
         assert len(open_parts(source, "splits", "validation")) == 1
     else:
         assert len(open_parts("hub", "", "validation")) == 1
+
+
+def test_a_streamed_dataset_is_known_by_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupted preparation does not continue with the documents of a later commit."""
+    json_lines(tmp_path / "lines.jsonl")
+
+    def pieces(commit: str, split: str = "train") -> list[SourcePiece]:
+        builder = load_dataset_builder("json", data_files=str(tmp_path / "lines.jsonl"))
+        builder.hash = commit
+        monkeypatch.setattr(source, "load_dataset_builder", lambda *_: builder)
+        reading = SourceOptions(column="body", split=split, streaming=True)
+        (stream,) = open_source(["hub"], reading)
+        assert texts([stream], 1) == TEXTS
+        return list(stream.pieces(1))
+
+    assert pieces("a1") == pieces("a1") != pieces("b2")
+    with pytest.raises(UserError, match=r"--split valid: hub: Bad split: valid"):
+        pieces("a1", "valid")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from datasets import Dataset, DatasetDict, disable_progress_bars, load_dataset, load_from_disk
+from datasets import (
+    Dataset,
+    DatasetDict,
+    disable_progress_bars,
+    load_dataset,
+    load_dataset_builder,
+    load_from_disk,
+)
 
 from models.errors import UserError, a_few, counted, reason_of, why_no_folder
 from threefold.prepare_data.formats import (
@@ -406,7 +413,7 @@ def is_array(file: Path) -> bool:
 
 def open_dataset(name: str, reading: SourceOptions) -> Format:
     """Open a dataset of the hub, or a folder written by `save_to_disk`."""
-    column, split = reading.column, reading.split
+    column, split, revision = reading.column, reading.split, ""
     split_option = "--validation-split" if reading.only_splits else "--split"
     disable_progress_bars()
     if Path(name).is_dir():
@@ -414,8 +421,11 @@ def open_dataset(name: str, reading: SourceOptions) -> Format:
     try:
         if Path(name).is_dir():
             dataset = load_from_disk(name)
+        elif reading.streaming:
+            builder = load_dataset_builder(name, reading.config)
+            dataset, revision = builder.as_streaming_dataset(split=split), builder.hash
         else:
-            dataset = load_dataset(name, reading.config, split=split, streaming=reading.streaming)
+            dataset = load_dataset(name, reading.config, split=split)
     except Exception as error:  # the hub's client raises many classes
         if UNKNOWN_SPLIT.match(str(error)):
             raise UserError(f"{split_option} {split}: {name}: {reason_of(error)}") from None
@@ -436,8 +446,7 @@ def open_dataset(name: str, reading: SourceOptions) -> Format:
         suggest_split(name, splits)
     if isinstance(dataset, Dataset):
         return Rows(name, dataset, column, split=split if splits else "")
-    version = dataset.info.version if dataset.info else None
-    identity = f"{reading.config}/{split}/{version}"
+    identity = f"{reading.config}/{split}/{revision}"
     return Stream(name, dataset, column, split=split, identity=identity)
 
 

@@ -124,7 +124,7 @@ class Stream(Format):
     """A dataset that is streamed without being stored.
 
     split: its name, for messages
-    identity: configuration, split and version, which distinguish datasets of the same name
+    identity: configuration, split and commit, which distinguish datasets of the same name
 
     Raises:
         UserError: The dataset does not have the column.
