@@ -240,6 +240,17 @@ def test_the_layout_of_a_model_is_valid_for_every_batch_of_a_ramp() -> None:
     assert 'no layout is valid in the whole run: phase "later": layout.tensor = 1' in done.stdout
 
 
+def test_the_layout_of_a_model_fits_in_the_memory_of_every_phase() -> None:
+    def run_with(micro: int) -> subprocess.CompletedProcess[str]:
+        batch = f"batch={{global_sequences=64,micro_sequences={micro}}}"
+        phase = f"name='long',start_step=101,model={{sequence_length=65536}},{batch}"
+        return run_plan("largest", "--days", "9999", f"--set=phase=[{{{phase}}}]")
+
+    assert run_with(1).returncode == 0
+    done = run_with(32)
+    assert done.returncode == 1 and 'phase "long" needs too much memory' in done.stdout
+
+
 @pytest.mark.parametrize("days", ["0", "soon", "nan"])
 def test_a_duration_that_is_not_one_is_rejected(days: str) -> None:
     done = run_plan("largest", "--days", days)

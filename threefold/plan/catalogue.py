@@ -1,5 +1,6 @@
 """Tables of the shipped recipes, of ZeRO stages, and of a family of models on one machine."""
 
+import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -157,7 +158,8 @@ def members(
             except UserError:
                 raise problem from None
         job = calibrate(job_without_layout(recipe, machine, software))
-        problem_of = problem_in_run(recipe, machine, software)
+        limit = machine.gpu.memory_gib * GIB * (1 - headroom) if recipe.phase else math.inf
+        problem_of = problem_in_run(recipe, machine, software, limit=limit)
         result = search(job, top=1, headroom=headroom, problem_of=problem_of, processes=processes)
         if result.plans:
             row_of = partial(phase_row, machine=machine, software=software, adjust=calibrate)

@@ -132,14 +132,22 @@ def in_layout(whole: Recipe, plan: Plan, origin: str, phase: str = FIRST_PHASE) 
 
 
 def problem_in_run(
-    whole: Recipe, machine: Machine, software: Software, phase: str = FIRST_PHASE
+    whole: Recipe,
+    machine: Machine,
+    software: Software,
+    phase: str = FIRST_PHASE,
+    *,
+    limit: float = math.inf,
 ) -> Callable[[Plan], str]:
     """Return a function that says why a run rejects a plan's layout in a phase; "" if it does not.
 
     The search knows the general rules of layouts, but not those of every key of a recipe.
+
+    Args:
+        limit: largest memory of a GPU in any phase, in bytes
     """
     return lambda plan: problem_in_any_step(
-        lambda: in_layout(whole, plan, whole.name, phase), machine, software
+        lambda: in_layout(whole, plan, whole.name, phase), machine, software, limit=limit
     )
 
 
