@@ -18,6 +18,7 @@ input instead of the whole.
 """
 
 import copy
+import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -73,16 +74,32 @@ def create_groups(
     return group if dist.get_rank() in members else None
 
 
+CONNECTS_ON_DEMAND = "TORCH_GLOO_LAZY_INIT"  # torch reads it whenever a gloo group is created
+
+
 def create_host_groups(
-    partition: Sequence[Collection[int]], timeout: timedelta
+    partition: Sequence[Collection[int]], timeout: timedelta, *, on_demand: bool = False
 ) -> dist.ProcessGroup | None:
     """Create groups as `create_groups` does, but with gloo, which communicates through host memory.
+
+    on_demand: connect two ranks when both first use their connection; `isend` may wait until the
+        other rank does so, too. Otherwise all ranks of a group are connected here: in a group of
+        8,192, rank 0 of the world would send 4 TB of addresses for that.
 
     Only the members call `new_group`. If a device is bound to the world and all ranks called it, it
     would hang: torch lets ranks outside the group split the world's NCCL communicator, and the
     members of a gloo group do not join that split.
     """
-    return _create_among_members(partition, backend="gloo", timeout=timeout)
+    users = os.environ.get(CONNECTS_ON_DEMAND)
+    if on_demand:
+        os.environ[CONNECTS_ON_DEMAND] = "1"
+    try:
+        return _create_among_members(partition, backend="gloo", timeout=timeout)
+    finally:
+        if users is not None:
+            os.environ[CONNECTS_ON_DEMAND] = users
+        elif on_demand:
+            del os.environ[CONNECTS_ON_DEMAND]
 
 
 def _world() -> dist.ProcessGroup:

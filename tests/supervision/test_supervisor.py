@@ -9,6 +9,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -33,6 +34,7 @@ from threefold.supervision.hang_report import (
     RankStatus,
     collective_of,
     describe_hang,
+    innermost_line,
     rank_status,
 )
 from threefold.supervision.supervisor import Supervisor
@@ -519,3 +521,13 @@ def test_a_request_to_stop_names_the_rank_that_received_its_signal() -> None:
     assert Supervisor._request(asked, 1) == "SIGTERM to rank 0 on vm"
     asked.asked = ""
     assert Supervisor._request(asked, 1) == "rank 1 on vm was asked to stop"
+
+
+@pytest.mark.parametrize("folder", ["models", "recipes", "threefold/pipeline", ".venv/lib"])
+def test_a_report_names_the_innermost_line_of_this_project(folder: str) -> None:
+    """The line of the test's own call is in no folder of the project's code."""
+    names: dict[str, Any] = {"line_of": lambda: innermost_line(sys._getframe())}
+    code = compile("def wait():\n    return line_of()", str(REPOSITORY / folder / "x.py"), "exec")
+    exec(code, names)
+    expected = f"{folder}/x.py:2 wait" if folder != ".venv/lib" else "an unknown line"
+    assert names["wait"]() == expected

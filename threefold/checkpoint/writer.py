@@ -10,6 +10,7 @@ when a save begins; then point-to-point messages within the stage, and two broad
 over a tree of all ranks.
 """
 
+import hashlib
 import math
 import mmap
 import os
@@ -79,12 +80,12 @@ class ParameterPiece:
 class Assembly:
     """Plan for assembling logical tensors from the pieces of a stage's ranks; the same every save.
 
-    The constructor communicates: an all-gather of the parameters and the fragments' addresses
-    within the stage.
+    The constructor communicates within the stage: it gathers the addresses of the fragments, and
+    connects the ranks that exchange pieces.
 
     Args:
         state: this rank's share of weights and moments
-        group: the ranks of this stage, communicating through host memory
+        group: the ranks of this stage, communicating through host memory, which connect on demand
         copy: which copy of its shards this rank holds
         copies: number of copies of each shard (hybrid sharding); they share the sending
     """
@@ -114,19 +115,49 @@ class Assembly:
             and (tensor.rank == 0 or not self.shardings[fragment.name].replicated)
         ]
         kinds = {name: state.kinds(name) for name in self.shardings}
-        everyones = gathered((self.shardings, kinds, own), group)
-        self.shardings = {}
-        self.kinds: dict[str, tuple[str, ...]] = {}
-        for shardings, kinds, _ in everyones:  # ranks may hold different experts
-            self.shardings |= shardings
-            self.kinds |= kinds
+        # The parameters of all ranks would be gigabytes on 8,192 ranks. Few ranks hold different
+        # ones, namely different experts: of equal ones, the first rank sends its own.
+        parameters = self.shardings, kinds
+        digest = hashlib.sha256(repr(parameters).encode()).digest()
+        everyones = gathered((digest, own), group)
+        digests = [digest for digest, _ in everyones]
+        self.shardings, self.kinds = {}, dict[str, tuple[str, ...]]()
+        for first in map(digests.index, dict.fromkeys(digests)):
+            of_first = [parameters]
+            dist.broadcast_object_list(of_first, group_src=first, group=group)
+            self.shardings |= of_first[0][0]
+            self.kinds |= of_first[0][1]
         self.pieces: dict[str, list[ParameterPiece]] = {name: [] for name in self.shardings}
-        for *_, pieces in everyones:
+        for _, pieces in everyones:
             for piece in pieces:
                 self.pieces[piece.fragment.name].append(piece)
         shapes = {name: sharding.shape for name, sharding in self.shardings.items()}
         self.owners = assign_owners(shapes, dist.get_world_size(group))
         self.numbers = {name: number for number, name in enumerate(self.shardings)}
+        self._connect()
+
+    def _connect(self) -> None:
+        """Connect this rank with those that it exchanges pieces with.
+
+        A connection is made when both ranks ask for it, and one of them may wait in `isend`. In a
+        save, ranks could wait for each other in a circle. Here, all ranks make their connections in
+        the same order.
+        """
+        pairs = {
+            (min(pair), max(pair))
+            for name, pieces in self.pieces.items()
+            for pair in ((piece.rank, self.owners[name]) for piece in pieces)
+            if self.rank in pair and pair[0] != pair[1]
+        }
+        message = torch.zeros(1)
+        # gloo takes the network interface of a message from its tag, and connects each separately.
+        interfaces = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+        for low, high in sorted(pairs):
+            for tag in range(interfaces):
+                if self.rank == low:
+                    dist.send(message, group=self.group, group_dst=high, tag=tag)
+                else:
+                    dist.recv(message, group=self.group, group_src=low, tag=tag)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -384,7 +415,7 @@ class CheckpointWriter:
         self.versions = versions() if self.rank == 0 else {}
         self.tree = RankTree(EXCHANGE_TIMEOUT)
         coordinates = dims.coordinates(self.rank)
-        group = create_host_groups(dims.stages(), EXCHANGE_TIMEOUT)
+        group = create_host_groups(dims.stages(), EXCHANGE_TIMEOUT, on_demand=True)
         assert group is not None  # every rank belongs to a stage
         copy, copies = dims.copy_of_shards(self.rank)
         self.assembly = Assembly(

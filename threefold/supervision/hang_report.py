@@ -481,13 +481,14 @@ def collective_of(frame: FrameType | None) -> str:
     return name
 
 
+OWN_CODE = ("models", "recipes", "threefold")
+
+
 def innermost_line(frame: FrameType | None) -> str:
     """Return the innermost line of a stack that belongs to this project or DeepSpeed."""
     while frame:
         file = Path(frame.f_code.co_filename)
-        if file.is_relative_to(REPOSITORY / "models") or file.is_relative_to(
-            REPOSITORY / "recipes"
-        ):
+        if any(file.is_relative_to(REPOSITORY / folder) for folder in OWN_CODE):
             return f"{file.relative_to(REPOSITORY)}:{frame.f_lineno} {frame.f_code.co_name}"
         if "deepspeed" in file.parts and "comm" not in file.parts:
             return f"deepspeed {file.name}:{frame.f_lineno} {frame.f_code.co_name}"
