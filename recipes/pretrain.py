@@ -110,7 +110,7 @@ def pretrain(started: float | None = None) -> None:
 
         # 3. Processes: join the other ranks, start this rank's supervisor, and lock the run folder.
         # If a rank hangs, the supervisors name it and end all ranks with exit code 4.
-        handle = join(experiment, folder, startup, wait_seconds=options.wait_for_folder)
+        handle = join(experiment, folder, data, startup, wait_seconds=options.wait_for_folder)
 
         # 4. Start: find the newest undamaged checkpoint, and prepare the run folder.
         start = find_resume_point(experiment, handle, data, options.resume, options.resume_once)

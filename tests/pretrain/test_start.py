@@ -1,7 +1,11 @@
 """The start of a run: what it does with unfinished saves, and the recipe that its messages use."""
 
+import contextlib
+import io
+import os
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +14,16 @@ from unittest import mock
 import pytest
 
 from models.errors import UserError
-from tests.conftest import changed
+from tests.conftest import changed, small_recipe
+from tests.ranks import join_world, run_ranks
 from threefold.checkpoint.resume import ResumePoint, ResumeRequest, Start
 from threefold.checkpoint.retention import RESERVED_DISK_BYTES, checkpoint_bytes
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
+from threefold.data import corpus as corpus_module
+from threefold.data.dataset import TrainingData
 from threefold.pretrain import setup
 from threefold.pretrain.experiment import Experiment, check_phases
 from threefold.run_folder.folder import RunFolder
@@ -199,3 +206,45 @@ def test_the_other_ranks_wait_for_the_summary_of_a_finished_run(
         setup.leave_processes(calls.summarize)
     names = [call[0] for call in calls.mock_calls]
     assert names == ["ignore_interrupts", "summarize", "barrier"]
+
+
+def compare_files(cases: list[tuple[list[Recipe], str, str]]) -> list[tuple[str, str]]:
+    """Compare what two ranks have read; return rejections and what this rank has printed.
+
+    Args:
+        cases: recipes, hashes of corpora, and hashes of the code, of both ranks
+    """
+    rank, outcomes = join_world().rank, []
+    world = replace(LaunchEnvironment.from_environment(os.environ), local_size=1, local_rank=0)
+    for recipes, corpora, code in cases:
+        experiment = check_phases(world, PhasePlan(recipes[rank]), "small")
+        data = TrainingData(experiment.whole_recipe, experiment.dims, rank)
+        printed, problem = io.StringIO(), ""
+        with (
+            mock.patch.object(corpus_module, "_content", return_value=corpora[rank]),
+            mock.patch.object(setup, "code_of_node", return_value={"models/a.py": code[rank]}),
+            contextlib.redirect_stderr(printed),
+        ):
+            try:
+                setup.check_files(experiment, data, ["rank 0 (a)", "rank 1 (b)"])
+            except UserError as rejected:
+                problem = str(rejected)
+        outcomes.append((problem, printed.getvalue()))
+    return outcomes
+
+
+def test_nodes_whose_files_differ_are_named(corpus: Path) -> None:
+    """Nodes may have files of their own under the same path."""
+    table = small_recipe(corpus)
+    first = parse_recipe(table, "small")
+    other = parse_recipe(changed(table, optimizer__learning_rate=0.5), "small")
+    cases = [([first, first], "aa", "cc"), ([first, other], "aa", "cc"),
+             ([first, first], "ab", "cc"), ([first, first], "aa", "cd")]  # fmt: skip
+    same, rate, tokens, code = zip(*run_ranks(2, compare_files, cases), strict=True)
+    assert same == (("", ""), ("", ""))
+    assert rate[0] == rate[1] and tokens[0] == tokens[1] and not rate[0][1] and not tokens[0][1]
+    learning_rate = "optimizer.learning_rate is 0.004 on rank 0 (a), but 0.5 on rank 1 (b); use"
+    assert rate[0][0].startswith(learning_rate)
+    assert 'train" has other content on rank 1 (b) than on rank 0 (a); copy' in tokens[0][0]
+    warning = "warning: models/a.py differs between rank 0 (a) and rank 1 (b); use the same commit"
+    assert code[1] == ("", "") and not code[0][0] and code[0][1].startswith(warning)

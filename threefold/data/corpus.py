@@ -179,6 +179,31 @@ def fingerprint(recipe: Recipe) -> dict[str, Any]:
     } | ({"parts": later} if later else {})
 
 
+def contents(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
+    """Return a hash of each file of a recipe's data, by its key and path.
+
+    Args:
+        data: `fingerprint` of the recipe
+    """
+    sets: dict[str, str] = {}
+    for segment in PhasePlan(recipe).segments:
+        sets |= {path: name for name, path in segment.recipe.data.validation_sets.items()}
+    return {
+        f'data.tokenizer = "{recipe.data.tokenizer}"': data["tokenizer"],
+        **{
+            f'data.train with path = "{source.path}"': data["train"][str(number)]["content"]
+            for number, source in enumerate(recipe.data.train)
+        },
+        "the data of a later phase": data.get("parts"),
+        **{
+            f'data.validation{f".{name}" if name else ""} = "{path}"': _content(
+                repository_path(path)
+            )
+            for path, name in sets.items()
+        },
+    }
+
+
 def _part(segment: Segment) -> dict[str, Any]:
     """Return the fingerprint of a part of the data, which begins with a phase."""
     model = segment.recipe.model_dump(mode="json")["model"]

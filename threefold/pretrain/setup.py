@@ -1,6 +1,7 @@
 """The start of a run on all ranks, its orderly end, and its restart for a phase."""
 
 import fcntl
+import hashlib
 import os
 import socket
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from typing import NoReturn
 
 import torch
@@ -28,9 +30,12 @@ from threefold.checkpoint.snapshots.node_memory import NodeMemory
 from threefold.checkpoint.snapshots.reader import find_snapshot
 from threefold.checkpoint.snapshots.writer import SnapshotWriter
 from threefold.checkpoint.writer import CheckpointWriter
+from threefold.config.deepspeed_json import leaves
+from threefold.config.loading import value_text
 from threefold.config.parallel_dims import check_placement
 from threefold.config.recipe import Recipe
 from threefold.config.sections import REPOSITORY
+from threefold.data.corpus import contents
 from threefold.data.dataset import Prefetcher, TrainingData
 from threefold.engine.build import DTYPES
 from threefold.engine.engine import Engine
@@ -143,7 +148,12 @@ def open_data(experiment: Experiment) -> TrainingData:
 
 
 def join(
-    experiment: Experiment, folder: RunFolder, startup: Startup, *, wait_seconds: float
+    experiment: Experiment,
+    folder: RunFolder,
+    data: TrainingData,
+    startup: Startup,
+    *,
+    wait_seconds: float,
 ) -> RunHandle:
     """Join the process group, supervise this rank, and lock the run folder; collective.
 
@@ -151,7 +161,8 @@ def join(
         wait_seconds: time to wait for the lock if its holder shows no sign of life
 
     Raises:
-        UserError: the folder or the key of W&B is rejected, or the ranks are placed wrongly.
+        UserError: the folder or the key of W&B is rejected, the ranks are placed wrongly, or nodes
+            have different recipes or data.
     """
     recipe, world = experiment.recipe, experiment.world
     try:
@@ -190,7 +201,70 @@ def join(
     hosts = gathered(socket.gethostname())
     supervisor.name_hosts(hosts)
     check_placement(experiment.dims, hosts)
+    crumb.note("comparing the files of the nodes")
+    check_files(experiment, data, supervisor.names)
     return RunHandle(folder, supervisor, memory_of_all_nodes(recipe))
+
+
+def check_files(experiment: Experiment, data: TrainingData, names: Sequence[str]) -> None:
+    """Check that all ranks have read the same recipe and data; collective.
+
+    Nodes may have files of their own under the same paths. Different code causes only a warning: a
+    restart must not fail because the code of some nodes has just been updated.
+
+    Args:
+        names: of the ranks, for messages
+
+    Raises:
+        UserError: two ranks have read different files.
+    """
+    recipe = experiment.whole_recipe
+    config = {f"{recipe.deepspeed}: {key}": value for key, value in leaves(experiment.config)}
+    parts = {
+        "recipe": dict(leaves(recipe.model_dump(mode="json"))) | config,
+        "data": contents(recipe, data.fingerprint),
+        # One rank of each node is enough.
+        "code": code_of_node() if experiment.world.local_rank == 0 else {},
+    }
+    digests = {
+        name: hashlib.sha256(repr(part).encode()).digest() if part else None
+        for name, part in parts.items()
+    }
+    everyones = gathered(digests)
+    for name, part in parts.items():
+        of_ranks = [digests[name] for digests in everyones]
+        other = next((n for n, own in enumerate(of_ranks) if own not in (None, of_ranks[0])), 0)
+        if not other:
+            continue
+        first, second = filter(None, gathered(part if dist.get_rank() in (0, other) else None))
+        key = next(key for key in first | second if first.get(key) != second.get(key))
+        if name == "recipe":
+            raise UserError(
+                f"{key} is {value_text(first.get(key))} on {names[0]}, but "
+                f"{value_text(second.get(key))} on {names[other]}; use copies of the same recipe "
+                f"and DeepSpeed JSON on all nodes"
+            )
+        if name == "data":
+            raise UserError(
+                f"{key} has other content on {names[other]} than on {names[0]}; copy the files "
+                f"from one node to all others"
+            )
+        if dist.get_rank() == 0:
+            print(
+                f"warning: {key} differs between {names[0]} and {names[other]}; use the same "
+                f"commit and packages on all nodes",
+                file=sys.stderr,
+            )
+
+
+def code_of_node() -> dict[str, str]:
+    """Return the hash of each module of this project, and the versions of packages."""
+    hashes = {
+        str(file.relative_to(REPOSITORY)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for folder in ("models", "recipes", "threefold")
+        for file in sorted((REPOSITORY / folder).rglob("*.py"))
+    }
+    return hashes | {f"the version of {name}": version(name) for name in ("torch", "deepspeed")}
 
 
 def memory_of_all_nodes(recipe: Recipe) -> NodeMemory | None:
