@@ -1,6 +1,7 @@
 """The batch, the optimizer, the learning rate of a step, and the length of a run."""
 
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr, ValidationInfo, model_validator
@@ -294,26 +295,28 @@ class Optimizer(Section):
             )
         self.check_schedule(steps, key)
 
-    def check_schedule(self, steps: int, setting: str, works: str = "") -> None:
+    def check_schedule(
+        self, steps: int, setting: str, works: Callable[[], str] | None = None
+    ) -> None:
         """Check that the warm-up and the decay fit into the steps of the schedule.
 
         Args:
             steps: number of steps of the schedule, if it does not set its own
             setting: the key or the description of this number, for the message
-            works: settings that work, for the message, if the number is not the value of a key
+            works: returns settings that work, for the message, if the number is not a key's value
 
         Raises:
             UserError: they do not fit.
         """
         schedule = self.schedule
         if schedule.steps is not None:
-            steps, setting, works = schedule.steps, "optimizer.schedule.steps", ""
+            steps, setting, works = schedule.steps, "optimizer.schedule.steps", None
         least = schedule.warmup_steps + schedule.decay_steps
         if schedule.decay == "wsd" and least > steps:
             raise UserError(
                 f"optimizer.schedule.warmup_steps = {schedule.warmup_steps} and decay_steps = "
                 f"{schedule.decay_steps} do not fit into {setting} = {steps}; use "
-                + (works or f"{setting} = {least} or more")
+                + (works() if works else f"{setting} = {least} or more")
             )
 
 

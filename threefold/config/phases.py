@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -639,7 +639,7 @@ def _check_phase(recipe: Recipe, segment: Segment, phase: PhaseTable) -> None:
             )
     steps = segment.schedule_last - segment.schedule_first + 1
     if phase.begins_schedule:
-        works = _shorter_schedule(recipe, segment, steps)
+        works = partial(_shorter_schedule, recipe, segment, steps)
         try:
             segment.recipe.optimizer.check_schedule(steps, "the steps of its schedule", works)
         except UserError as problem:
