@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from datetime import datetime
 from multiprocessing import get_context, set_forkserver_preload
@@ -35,6 +36,7 @@ from threefold.data.manifest import few_tokens, tokenizer_hash
 from threefold.data.token_file import TokenFile
 from threefold.prepare_data import corpus as corpus_module
 from threefold.prepare_data import formats, tokenization
+from threefold.prepare_data import tokenizer as tokenizer_module
 from threefold.prepare_data.corpus import find_damages
 from threefold.prepare_data.documents import PROBLEM_KINDS
 from threefold.prepare_data.formats import TextLines
@@ -661,6 +663,24 @@ def test_an_interruption_ends_the_training_of_a_tokenizer(
     assert done.returncode == 130 and "nothing is finished yet" in done.stderr
     assert 1000 <= read < 900_000
     assert not list(tmp_path.iterdir())
+
+
+def test_an_interruption_does_not_wait_for_the_training_of_a_tokenizer() -> None:
+    """The library computes for minutes after it has read the texts, and cannot be interrupted."""
+    may_end, ended = threading.Event(), threading.Event()
+
+    def train(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        may_end.wait(20)
+        ended.set()
+
+    with (
+        mock.patch.object(tokenizer_module, "SECONDS_TO_END_READING", 0),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        tokenizer_module._train(mock.Mock(train_from_iterator=train), iter([]), mock.Mock())
+    assert not ended.is_set()
+    may_end.set()
 
 
 def test_a_part_that_turns_out_to_be_empty_keeps_the_pieces_for_more_documents(

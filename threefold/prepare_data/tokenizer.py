@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -27,6 +27,7 @@ from threefold.prepare_data.tokenization import Tokenization, is_held_out, new_f
 from threefold.runtime.output import progress_lines
 
 END_OF_TEXT = "<|endoftext|>"
+SECONDS_TO_END_READING = 2  # after Ctrl-C
 TRAINING_CHARACTERS = 2**29  # approximate number, taken evenly from all pieces
 
 
@@ -233,12 +234,14 @@ def train_tokenizer(
 
 
 def _train(tokenizer: Tokenizer, texts: Iterator[str], trainer: trainers.BpeTrainer) -> None:
-    """Train a tokenizer; Ctrl-C ends the reading of the texts.
+    """Train a tokenizer; Ctrl-C ends the reading of the texts, and does not wait for the training.
 
     The library reads them in threads of its own while the calling thread waits outside of Python,
-    where it could not handle a signal. The main thread therefore waits here.
+    where it could not handle a signal. The main thread therefore waits here. The other thread is
+    a daemon, because nothing can interrupt it once the texts are read.
     """
     is_interrupted = threading.Event()
+    training = Future[None]()
 
     def until_interrupted() -> Iterator[str]:
         for text in texts:
@@ -246,10 +249,17 @@ def _train(tokenizer: Tokenizer, texts: Iterator[str], trainer: trainers.BpeTrai
                 raise KeyboardInterrupt
             yield text
 
-    with ThreadPoolExecutor(1) as thread:
-        training = thread.submit(tokenizer.train_from_iterator, until_interrupted(), trainer)
+    def train() -> None:
         try:
-            training.result()
-        except KeyboardInterrupt:
-            is_interrupted.set()
-            raise
+            tokenizer.train_from_iterator(until_interrupted(), trainer)
+            training.set_result(None)
+        except BaseException as problem:  # raised by `result` below
+            training.set_exception(problem)
+
+    threading.Thread(target=train, daemon=True).start()
+    try:
+        training.result()
+    except KeyboardInterrupt:
+        is_interrupted.set()
+        wait([training], SECONDS_TO_END_READING)
+        raise
