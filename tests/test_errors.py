@@ -68,6 +68,7 @@ CATCHES = {  # function that catches one of BROAD -> why no defect becomes a use
     "threefold/prepare_data/source.py: open_file": FOREIGN,
     "threefold/prepare_data/tokenization.py: Tokenization._write": FOREIGN,
     "threefold/prepare_data/tokenization.py: read_report": PARSING,
+    "threefold/prepare_data/tokenizer.py: _train.train": RAISES,
     "threefold/prepare_data/tokenizer.py: load_tokenizer": FOREIGN,
     "threefold/prepare_data/tokenizer.py: save_tokenizer": RAISES,
     "threefold/prepare_data/workspace.py: lock_workspace": RAISES,
