@@ -141,7 +141,7 @@ class Assembly:
 
         A connection is made when both ranks ask for it, and one of them may wait in `isend`. In a
         save, ranks could wait for each other in a circle. Here, all ranks make their connections in
-        the same order.
+        the same order: a random one, in which few connections wait for earlier ones.
         """
         pairs = {
             (min(pair), max(pair))
@@ -152,7 +152,7 @@ class Assembly:
         message = torch.zeros(1)
         # gloo takes the network interface of a message from its tag, and connects each separately.
         interfaces = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
-        for low, high in sorted(pairs):
+        for low, high in sorted(pairs, key=lambda pair: (hash(pair), pair)):
             for tag in range(interfaces):
                 if self.rank == low:
                     dist.send(message, group=self.group, group_dst=high, tag=tag)
