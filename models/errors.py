@@ -70,6 +70,26 @@ def why_no_folder(path: Path) -> str:
     return "does not exist" + ("" if path.is_absolute() else f" in {Path.cwd()}")
 
 
+def check_links(path: Path, remedy: str) -> None:
+    """Check that no link on the way to a file or folder to write leads to nothing.
+
+    Otherwise a link to a disk that is not mounted would get a new, empty folder as its target.
+
+    Args:
+        remedy: what a user can do instead of mounting the disk
+
+    Raises:
+        UserError: a link leads to nothing.
+    """
+    path = path.absolute()
+    for folder in (*reversed(path.parents), path):
+        if folder.is_symlink() and not folder.exists():
+            raise UserError(
+                f"{folder} {why_no_folder(folder)}; mount the disk or create the folder, or "
+                f"{remedy}"
+            )
+
+
 def why_missing(folder: Path, content: str) -> str:
     """Return why a folder does not have a content: it lacks it, or is not a folder."""
     return f"has no {content}" if folder.is_dir() else why_no_folder(folder)

@@ -862,6 +862,22 @@ def test_what_is_in_the_place_of_a_folder_is_named(tmp_path: Path) -> None:
     assert done.returncode == 2 and "file is a file, not a folder, so it cannot be" in done.stderr
 
 
+def test_no_command_creates_the_target_of_a_link_to_an_unmounted_disk(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    said = f"{tmp_path}/link is a link to {tmp_path}/unmounted, which does not exist; mount the"
+    target, reading = tmp_path / "link" / "x", tmp_path / "in"
+    task = ("tasks", "samples", tmp_path / "samples.jsonl")
+    for command in ((), task):
+        done = run_here(prepare_data.main, *command, "--output", target)
+        assert done.returncode == 2 and said in done.stderr and "another --output" in done.stderr
+    with (
+        pytest.raises(UserError, match=re.escape(said)),
+        output_folder(target, reading=reading, files=ANY_FILES, overwrite=False),
+    ):
+        raise AssertionError
+    assert not (tmp_path / "unmounted").exists()
+
+
 def test_a_run_folder_as_initial_weights_names_its_newest_checkpoint(tmp_path: Path) -> None:
     for step in (2, 10):
         (tmp_path / "checkpoints" / f"step-{step:07d}").mkdir(parents=True)

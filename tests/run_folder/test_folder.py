@@ -2,6 +2,7 @@ import errno
 import fcntl
 import io
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -182,6 +183,19 @@ def test_a_folder_of_checkpoints_that_is_not_there_is_named(tmp_path: Path) -> N
     folder.checkpoints.touch()
     with pytest.raises(UserError, match="checkpoints is not a folder; rename it"):
         folder.hold()
+
+
+def test_a_run_does_not_create_the_target_of_a_link_to_an_unmounted_disk(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    said = f"{tmp_path}/link is a link to {tmp_path}/unmounted, which does not exist; mount the"
+    for folder in (RunFolder(tmp_path / "link" / "x"), RunFolder(tmp_path / "link")):
+        for hold in (folder.hold, folder.check_unused):
+            with pytest.raises(UserError, match=re.escape(said)):
+                hold()
+    assert not (tmp_path / "unmounted").exists()
+    (tmp_path / "unmounted").mkdir()
+    folder.hold()
+    folder.release()
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,9 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="use another --sweep-dir"):
         SweepFolder(tmp_path / "file" / "sweep", SETTINGS)
+    (tmp_path / "link").symlink_to(tmp_path / "unmounted")
+    with pytest.raises(UserError, match="unmounted, which does not exist; mount the disk or"):
+        SweepFolder(tmp_path / "link" / "sweep", SETTINGS)
 
 
 def test_a_trial_is_claimed_once(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from models.config import MAX_SIZE
 from models.errors import UserError, a_few, counted, suggestion
 from threefold.config.loading import REPOSITORY, load_recipe
-from threefold.config.sections import repository_path
+from threefold.config.sections import output_path, repository_path
 from threefold.data.manifest import few_tokens, lost_manifest, read_manifest
 from threefold.prepare_data.documents import BLANK, PROBLEM_KINDS
 from threefold.prepare_data.workspace import clear_workspace, full_disk_explained, lock_workspace
@@ -67,7 +67,7 @@ def main(description: str | None = None) -> None:
 def prepare(arguments: list[str], description: str | None = None) -> None:
     """Write token files, tokenizer and manifest; the output folder appears when it is complete."""
     options = parse_command_line(arguments, description)
-    output = repository_path(options.output)
+    output = output_path(options.output)
     workspace = output.with_name(output.name + ".incomplete")
     if (output / "manifest.json").exists():
         check_same_options(options, output)

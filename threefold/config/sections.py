@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from models.errors import UserError, toml_value
+from models.errors import UserError, check_links, toml_value
 
 # The base class of a recipe's sections, and the types of their numbers.
 #
@@ -47,11 +47,25 @@ def repository_path(path: str) -> Path:
 
     If the locale's encoding lacks a character of the path, the path is encoded in UTF-8.
     """
+    return _in_repository(path).resolve()
+
+
+def output_path(path: str) -> Path:
+    """Return the path of a file or folder that a command writes, as `repository_path` does.
+
+    Raises:
+        UserError: a link on the way to it leads to nothing.
+    """
+    check_links(_in_repository(path), "use another --output")
+    return repository_path(path)
+
+
+def _in_repository(path: str) -> Path:
     try:
         os.fsencode(path)
     except UnicodeEncodeError:
         path = os.fsdecode(path.encode("utf-8", "surrogateescape"))
-    return (REPOSITORY / path).resolve()
+    return REPOSITORY / path
 
 
 def short(path: Path) -> Path:

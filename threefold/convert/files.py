@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.errors import FULL_DISK_ERRORS, UserError, a_few
+from models.errors import FULL_DISK_ERRORS, UserError, a_few, check_links
 from threefold.checkpoint.format import (
     FileRecord,
     Manifest,
@@ -61,7 +61,7 @@ def output_folder(
     Raises:
         UserError: The folder exists, or cannot be written, or a run has deleted an input.
     """
-    path = path.resolve()
+    named, path = path.absolute(), path.resolve()
     sources = [reading] if isinstance(reading, Path) else reading
     for source in sources:
         own = source.resolve()
@@ -70,6 +70,7 @@ def output_folder(
                 f"{short(path)} would overwrite the input {short(own)}; use another folder"
             )
     try:
+        check_links(named, "use another folder")
         checked = _versions(path)  # first, so that a change during the check is noticed below
         _check_replaceable(short(path), files, overwrite)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from models.errors import UserError, counted, reason_of
 from threefold.config.loading import name_that_fits, value_text
-from threefold.config.sections import MAX_TASK_NAME, SET_NAME, repository_path
+from threefold.config.sections import MAX_TASK_NAME, SET_NAME, output_path, repository_path
 from threefold.data.corpus import check_part
 from threefold.data.tasks import read_items
 from threefold.data.token_file import TokenFile
@@ -238,7 +238,7 @@ def write_task(arguments: list[str]) -> None:
         UserError: the source or the output cannot be used.
     """
     options = parse_options(arguments)
-    output = repository_path(options.output)
+    output = output_path(options.output)
     if output.exists():
         raise UserError(f"--output {options.output} already exists; use another file, or delete it")
     if not re.fullmatch(SET_NAME, output.stem) or len(output.stem) > MAX_TASK_NAME:

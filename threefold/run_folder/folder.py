@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from models.errors import FULL_DISK_ERRORS, UserError, a_few, counted, why_no_folder
+from models.errors import FULL_DISK_ERRORS, UserError, a_few, check_links, counted, why_no_folder
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import REPOSITORY
 from threefold.config.parallel_dims import ParallelDims
@@ -49,6 +49,7 @@ RUN_FILES = {
 }
 BEFORE_A_RUN = {"lock", "attempts.jsonl", "hang-at-start", "wandb", "lost+found"}
 LOG_SUFFIXES = {".log", ".out", ".err", ".txt"}
+OTHER_FOLDER = "use --run-dir with another folder"
 RECIPE_FILES = ("recipe.toml", "launched.toml")  # written by pretrain.py and launch.py
 
 
@@ -69,6 +70,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path, attempt: str = "", lock: int | None = None):
+        self._given = path.absolute()
         path = path.resolve()  # `move_aside` then renames the target of a link and keeps the link
         self.path, self.attempt = path, attempt
         self.checkpoints = path / "checkpoints"
@@ -87,9 +89,10 @@ class RunFolder:
 
         Raises:
             FolderInUse: another process holds the folder.
-            UserError: the folder cannot be written.
+            UserError: the folder cannot be written, or a link on the way to it leads to nothing.
         """
         try:
+            check_links(self._given, OTHER_FOLDER)
             self._check_owner()
             self._lock = self._lock or FolderLock(self.path, self._inherited)
             self._inherited = None
@@ -105,7 +108,12 @@ class RunFolder:
             raise _cannot_write(error.filename or self.path, error) from None
 
     def check_unused(self) -> None:
-        """Raise FolderInUse if another process holds the folder."""
+        """Raise FolderInUse if another process holds the folder.
+
+        Raises:
+            UserError: the folder is not that of a run, or a link on the way to it leads to nothing.
+        """
+        check_links(self._given, OTHER_FOLDER)
         if self.path.exists():
             self._check_owner()
             lock = FolderLock(self.path)
@@ -136,11 +144,7 @@ class RunFolder:
 
     def _check_checkpoints(self) -> None:
         """Raise a UserError if the folder of checkpoints exists but is not a folder."""
-        if self.checkpoints.is_symlink() and not self.checkpoints.exists():
-            raise UserError(
-                f"{self.checkpoints} is a link to {self.checkpoints.readlink()}, which does not "
-                f"exist; mount the disk or create the folder, or use --run-dir with another folder"
-            )
+        check_links(self.checkpoints, OTHER_FOLDER)
         if self.checkpoints.exists() and not self.checkpoints.is_dir():
             raise UserError(
                 f"{self.checkpoints} is not a folder; rename it, or use --run-dir with another "

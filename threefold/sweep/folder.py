@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from models.config import ModelConfig
-from models.errors import FULL_DISK_ERRORS, UserError
+from models.errors import FULL_DISK_ERRORS, UserError, check_links
 from threefold.config.loading import value_text
 from threefold.plan.calibration.runs_table import EXPERT_COLUMNS, SWITCH_COLUMNS, switch_cells
 from threefold.plan.job import PlannedLayout
@@ -420,6 +420,7 @@ class SweepFolder:
 
     def _create(self) -> None:
         try:
+            check_links(self.path, "use another --sweep-dir")
             for name in ("trials", "results", "claims"):
                 (self.path / name).mkdir(parents=True, exist_ok=True)
             self._own_workers.create()
