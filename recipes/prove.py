@@ -6,7 +6,8 @@ x sequence parallelism x recomputation x micro-batch size on up to --ranks proce
 in the recipe's precision (fp32 or bf16). In bf16, the limits are derived from perturbed runs of one
 process. If a layout fails, the report names the module and the axis at fault. You need neither a
 GPU nor a corpus. Exit code 0: all layouts agree up to rounding; 1: some differ; 2: the recipe or an
-option is invalid; 130 or 143: interrupted, with a report of the layouts that were finished.
+option is invalid, or the report or a picture cannot be written; 129, 130 or 143: interrupted by a
+signal, with a report of the layouts that were finished.
 
 With --relay one run passes through all layouts, from the largest worlds down to one process and up
 again, in random order within a size. Each layout loads the checkpoint of the previous one, must

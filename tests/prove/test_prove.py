@@ -1317,6 +1317,49 @@ def test_an_interrupted_proof_reports_what_is_finished(
         assert "5 of 5 layouts train like one process" in printed.out
 
 
+def finished(proof: prove.Proof) -> Iterator[CaseResult]:
+    """Take the place of `Proof.run`: every layout agrees."""
+    same = compare(outcome(), outcome(), proof.small.model)
+    yield from (CaseResult(case, same) for case in proof.cases)
+
+
+def test_a_finished_proof_whose_picture_cannot_be_written_is_printed_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    full = UserError("a.png cannot be written")
+    arguments = ["prove.py", "--ranks", "1", "--heatmap", str(tmp_path / "a.png")]
+    with (
+        mock.patch.object(sys, "argv", arguments),
+        mock.patch.object(prove.Proof, "run", finished),
+        mock.patch.object(picture, "save_figure", side_effect=full),
+        pytest.raises(SystemExit) as ended,
+    ):
+        prove.main()
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert "12 of 12 layouts train like one process" in printed.out
+    assert printed.err.splitlines()[-1] == "prove.py: a.png cannot be written"
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_finished_proof_whose_report_cannot_be_written_says_so(
+    options: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    file = tmp_path / "a.svg"
+    arguments = ["prove.py", "--ranks", "1", "--heatmap", str(file), *options]
+    with (
+        open("/dev/full", "w") as full,
+        contextlib.redirect_stdout(full),
+        mock.patch.object(sys, "argv", arguments),
+        mock.patch.object(prove.Proof, "run", finished),
+        pytest.raises(SystemExit) as ended,
+    ):
+        prove.main()
+    assert ended.value.code == 2 and file.exists()
+    said = "prove.py: standard output cannot be written (No space left on device)"
+    assert capsys.readouterr().err.splitlines()[-1] == said
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

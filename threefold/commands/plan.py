@@ -59,7 +59,7 @@ from threefold.runtime.command_line import (
     share,
 )
 from threefold.runtime.exits import raise_at_interrupt
-from threefold.runtime.output import escape_output, stdout_for_json
+from threefold.runtime.output import escape_output, report_unwritable, stdout_for_json
 
 
 def main(description: str | None = None) -> None:
@@ -74,9 +74,7 @@ def main(description: str | None = None) -> None:
         print(f"plan.py: {problem}", file=sys.stderr)
         code = 2
     except OSError as problem:  # the reader of a pipe has closed it, or a disk is full
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(problem, BrokenPipeError):
-            print(f"plan.py: {problem}", file=sys.stderr)
+        report_unwritable("plan.py", problem)
         code = 2
     sys.exit(code)
 
@@ -331,6 +329,20 @@ def compare_tables(options: argparse.Namespace) -> int:
     results, left_out = compare(options.table, fit.factors)
     for path in left_out:
         print(f"plan.py: skipped {path}: not a table of runs", file=sys.stderr)
+    if options.json:
+        tables = {name: result | {"calibration": fit.table()} for name, result in results.items()}
+        print(json.dumps(tables if options.table.is_dir() else next(iter(tables.values()))))
+    else:
+        if fit.source:
+            print(report.calibration_text(fit))
+        if options.groups:
+            print("\n".join(report.groups_lines(results.values())))
+        else:
+            print(report.EVALUATION_HEADER)
+            for name, result in results.items():
+                print(report.evaluation_text(name, result["summary"]))
+        for line in report.notes_on_rows(results.values()):
+            print(f"plan.py: {line}", file=sys.stderr)
     if options.scatter or options.heatmap:
         # As in `draw`: matplotlib takes a second to import.
         from threefold.plan import pictures
@@ -339,20 +351,6 @@ def compare_tables(options: argparse.Namespace) -> int:
             pictures.draw_scatter(results, file=options.scatter)
         if options.heatmap:
             pictures.draw_heatmaps(results, file=options.heatmap)
-    if options.json:
-        tables = {name: result | {"calibration": fit.table()} for name, result in results.items()}
-        print(json.dumps(tables if options.table.is_dir() else next(iter(tables.values()))))
-        return 0
-    if fit.source:
-        print(report.calibration_text(fit))
-    if options.groups:
-        print("\n".join(report.groups_lines(results.values())))
-    else:
-        print(report.EVALUATION_HEADER)
-        for name, result in results.items():
-            print(report.evaluation_text(name, result["summary"]))
-    for line in report.notes_on_rows(results.values()):
-        print(f"plan.py: {line}", file=sys.stderr)
     return 0
 
 

@@ -41,7 +41,7 @@ from threefold.prove.ranks import run_cases
 from threefold.prove.report import CaseResult, as_json, as_text, describe, relay_as_text, summary
 from threefold.prove.shrink import larger_micro_batch, shrink, write_corpus
 from threefold.runtime.command_line import add_json, add_overrides, count, file_path, picture_file
-from threefold.runtime.output import escape_output, stdout_for_json
+from threefold.runtime.output import escape_output, report_unwritable, stdout_for_json
 
 SECONDS_PER_LAYOUT = 300  # a layout that takes longer counts as hanging
 RELAY_STEPS = 1000  # more than a relay runs, so that the learning rate stays above its minimum
@@ -60,14 +60,25 @@ def main(description: str | None = None) -> None:
         signal.signal(signal_number, lambda number, frame: sys.exit(128 + number))
     escape_output()
     options = parse_command_line(description)
+    try:
+        code = run_proof(options)
+    except UserError as problem:
+        print(f"prove.py: {problem}", file=sys.stderr)
+        code = 2
+    sys.exit(code)
+
+
+def run_proof(options: argparse.Namespace) -> int:
+    """Train the recipe in its layouts, print the report, and return the exit code.
+
+    Raises:
+        UserError: the recipe or an option is invalid, or a picture cannot be written.
+    """
     with tempfile.TemporaryDirectory() as folder:
         try:
             whole = PhasePlan(load_recipe(options.recipe, options.set))
             recipe = whole.recipe_of(options.phase or whole.names[0])
             small, cases = plan(recipe, options, Path(folder) / "corpus")
-        except UserError as problem:
-            print(f"prove.py: {problem}", file=sys.stderr)
-            sys.exit(2)
         except SystemExit:  # of the signal handler
             print("prove.py: interrupted; nothing has been started or written", file=sys.stderr)
             raise
@@ -84,14 +95,15 @@ def main(description: str | None = None) -> None:
                 proof.find_cause(findings)
         except SystemExit as interruption:  # of the signal handler: report what is done
             code = int(interruption.code or 0)
-    if findings:
-        report(findings, options, proof=proof, title=recipe.name, complete=not code)
     if code:
         print(
             f"interrupted after {len(findings)} of {counted(len(cases), 'layout')}", file=sys.stderr
         )
-        sys.exit(code)
-    sys.exit(0 if all(finding.passes for finding in findings) else 1)
+    if findings and not report(
+        findings, options, proof=proof, title=recipe.name, complete=not code
+    ):
+        return code or 2
+    return code or (0 if all(finding.passes for finding in findings) else 1)
 
 
 def with_progress(coming: Iterator[CaseResult], total: int) -> Iterator[CaseResult]:
@@ -112,30 +124,26 @@ def report(
     proof: "Proof",
     title: str,
     complete: bool,
-) -> None:
-    """Print the report, and draw the heat map if it is asked for.
+) -> bool:
+    """Print the report, and draw the pictures that are asked for.
 
     Args:
         proof: the proof that made the findings, unless they are of a relay
         title: name of the recipe
         complete: False if the proof was interrupted
+
+    Returns:
+        False if standard output cannot be written
+
+    Raises:
+        UserError: a picture cannot be written.
     """
-    if options.json:
-        print(
-            json.dumps(
-                as_json(
-                    findings,
-                    relay=options.relay,
-                    complete=complete,
-                    bands=proof.bands,
-                    cause=proof.cause,
-                )
-            )
-        )
-    elif options.relay:
-        print(relay_as_text(findings, every_layout=options.layouts))
-    else:
-        print(as_text(findings, every_layout=options.layouts, bands=proof.bands, cause=proof.cause))
+    is_printed = True
+    try:  # before the pictures, which may fail
+        print(report_text(findings, options, proof=proof, complete=complete), flush=True)
+    except OSError as problem:
+        report_unwritable("prove.py", problem)
+        is_printed = False
     if options.heatmap:
         from threefold.prove.picture import draw_heatmap  # matplotlib, which few proofs need
 
@@ -144,6 +152,25 @@ def report(
         from threefold.prove.picture import draw_curves
 
         draw_curves(findings, title=title, file=options.curves)
+    return is_printed
+
+
+def report_text(
+    findings: Sequence[CaseResult],
+    options: argparse.Namespace,
+    *,
+    proof: "Proof",
+    complete: bool,
+) -> str:
+    """Return the report as text, or as JSON; see `report`."""
+    if options.json:
+        table = as_json(
+            findings, relay=options.relay, complete=complete, bands=proof.bands, cause=proof.cause
+        )
+        return json.dumps(table)
+    if options.relay:
+        return relay_as_text(findings, every_layout=options.layouts)
+    return as_text(findings, every_layout=options.layouts, bands=proof.bands, cause=proof.cause)
 
 
 def plan(

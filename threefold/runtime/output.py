@@ -278,6 +278,18 @@ def escape_output() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def report_unwritable(script: str, problem: OSError) -> None:
+    """Print why standard output could not be written, and drop the text that waits for it.
+
+    Otherwise Python would try again at the end of the process, and print a second message. If the
+    reader of a pipe has ended, nothing is printed.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if not isinstance(problem, BrokenPipeError):
+        place = problem.filename or "standard output"
+        print(f"{script}: {place} cannot be written ({problem.strerror})", file=sys.stderr)
+
+
 def silence_libraries() -> None:
     """Silence the device messages of transformers and DeepSpeed in a command that needs no device.
 

@@ -1,9 +1,11 @@
 """The command: trainings in ranks that answer without training, resuming, faults and mistakes."""
 
+import io
 import json
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import tomli_w
@@ -46,6 +48,19 @@ def test_widths_are_compared_at_the_same_rates(tmp_path: Path, corpus: Path) -> 
     by_rate = {row["learning_rate"]: row for row in rows(sweep) if row["seed"] == 1235}
     assert by_rate[0.016]["final_loss"] == pytest.approx(2 + 1.235 + 0.1)
     assert by_rate[1.28]["final_loss"] is None and by_rate[1.28]["diverged"] == 2
+
+
+def test_results_are_printed_even_if_the_picture_cannot_be_written(
+    tmp_path: Path, corpus: Path
+) -> None:
+    sweep, output = transfer(tmp_path, corpus, *GIVEN, "--json"), io.StringIO()
+    with (
+        mock.patch("threefold.pipeline.picture.save_figure", side_effect=UserError("no space")),
+        mock.patch.object(io, "StringIO", return_value=output),
+        pytest.raises(UserError, match="no space"),
+    ):
+        sweep.run_here()
+    assert json.loads(output.getvalue().splitlines()[-1])["folder"] == str(sweep.folder)
 
 
 def test_a_rerun_measures_only_what_is_left(tmp_path: Path, corpus: Path) -> None:

@@ -58,19 +58,21 @@ def check_learning_rates(options: argparse.Namespace, launcher: WorkerLauncher, 
         outcomes = sweep.outcomes(folder.result)
     for line in learning_rate_lines(outcomes):
         say(line)
-    if any(outcome.best is not None for outcome in outcomes):
-        # Imported only here: matplotlib takes half a second to import.
-        from threefold.pipeline.picture import save_figure
-        from threefold.sweep.width_transfer import picture
+    try:
+        if any(outcome.best is not None for outcome in outcomes):
+            # Imported only here: matplotlib takes half a second to import.
+            from threefold.pipeline.picture import save_figure
+            from threefold.sweep.width_transfer import picture
 
-        file = path / LOSS_PICTURE
-        steps = outcomes[0].validation[-1][0] if outcomes[0].validation else 0
-        title = f"Learning rates of {path.name}, {steps} steps"
-        save_figure(picture.learning_rates(outcomes, title), file)
-        say(f"wrote {file}")
-    say(f"wrote {path / TABLE}")
-    if options.json:
-        print(json.dumps(report.learning_rate_table(outcomes) | {"folder": str(path)}))
+            file = path / LOSS_PICTURE
+            steps = outcomes[0].validation[-1][0] if outcomes[0].validation else 0
+            title = f"Learning rates of {path.name}, {steps} steps"
+            save_figure(picture.learning_rates(outcomes, title), file)
+            say(f"wrote {file}")
+    finally:  # print the results even if the picture cannot be written
+        say(f"wrote {path / TABLE}")
+        if options.json:
+            print(json.dumps(report.learning_rate_table(outcomes) | {"folder": str(path)}))
     complete = all(outcome.best is not None and not outcome.failures for outcome in outcomes)
     return 0 if complete and all(verdict.passes for verdict in verdicts(outcomes)) else 1
 
@@ -96,16 +98,18 @@ def check_coordinates(options: argparse.Namespace, launcher: WorkerLauncher, pat
     for outcome in checks:
         for line in report.coordinate_lines(outcome):
             say(line)
-    if all(outcome.sizes for outcome in checks):
-        from threefold.pipeline.picture import save_figure  # as above
-        from threefold.sweep.width_transfer import picture
+    try:
+        if all(outcome.sizes for outcome in checks):
+            from threefold.pipeline.picture import save_figure  # as above
+            from threefold.sweep.width_transfer import picture
 
-        file = path / SIZE_PICTURE
-        save_figure(picture.coordinates(checks, f"Coordinate check of {path.name}"), file)
-        say(f"wrote {file}")
-    say(f"wrote {path / TABLE}")
-    if options.json:
-        print(json.dumps(report.coordinate_table(checks) | {"folder": str(path)}))
+            file = path / SIZE_PICTURE
+            save_figure(picture.coordinates(checks, f"Coordinate check of {path.name}"), file)
+            say(f"wrote {file}")
+    finally:  # as above
+        say(f"wrote {path / TABLE}")
+        if options.json:
+            print(json.dumps(report.coordinate_table(checks) | {"folder": str(path)}))
     return 0 if all(outcome.passes for outcome in checks) else 1
 
 
