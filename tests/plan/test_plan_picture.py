@@ -1,19 +1,24 @@
 """The planner's pictures show the plan. The tests read the figure's axes, not its pixels."""
 
+import errno
+import os
+import resource
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from models.errors import UserError
 from threefold.commands import plan
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
-from threefold.pipeline.picture import MAX_STAGE_ROWS, evenly_picked
+from threefold.pipeline.picture import MAX_STAGE_ROWS, evenly_picked, save_figure
 from threefold.plan import catalogue as catalogue_module
 from threefold.plan import pictures
 from threefold.plan.job import Job, Machine, job_of
@@ -189,8 +194,29 @@ def test_pictures_are_written(tmp_path: Path, suffix: str) -> None:
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     _, job = load("llama/8b.toml")
-    with pytest.raises(UserError, match=r"gone/x\.png: No such file or directory; use a file in"):
+    with pytest.raises(UserError, match=r"gone/x\.png cannot be written \(No such file .*; use a"):
         pictures.draw_timeline(job, title="x", file=tmp_path / "gone" / "x.png")
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_a_full_disk_leaves_the_earlier_picture(
+    suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, figure = tmp_path / f"plan{suffix}", Figure()
+    figure.subplots()
+    file.write_text("the earlier picture")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot be written \(File too large\); use a file in"):
+            save_figure(figure, file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=full))
+    with pytest.raises(UserError, match=r"\(No space left on device\); free disk space, or use a"):
+        save_figure(figure, file)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["the earlier picture"]
 
 
 @pytest.mark.parametrize("option", ["--timeline", "--heatmap", "table x.csv --scatter"])

@@ -1,6 +1,9 @@
 """Pictures of a pipeline's passes: one row per stage, one box per pass."""
 
+import os
 from collections.abc import Sequence
+from contextlib import suppress
+from io import BytesIO
 from pathlib import Path
 
 import matplotlib
@@ -11,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from models.errors import UserError
+from models.errors import FULL_DISK_ERRORS, UserError
 from threefold.pipeline.schedules import BACKWARD, FORWARD, SCHEDULES, WEIGHT, Kind, Pipeline
 from threefold.pipeline.simulation import TimedPass, Timeline, idle_share, pipeline_seconds
 
@@ -41,12 +44,27 @@ def save_figure(figure: Figure, file: Path) -> None:
     """Write a figure in the format that the file's suffix names.
 
     Raises:
-        UserError: the file cannot be written.
+        UserError: the file cannot be written; an earlier picture still exists, unchanged.
     """
+    content = BytesIO()
+    figure.savefig(
+        content, format=file.suffix.lstrip("."), dpi=200, bbox_inches="tight", pad_inches=0.1
+    )
+    # `write_whole` of run_folder/ does the same for texts, but this package is on a lower floor.
+    fresh = file.with_name(file.name + ".incomplete")
     try:
-        figure.savefig(file, dpi=200, bbox_inches="tight", pad_inches=0.1)
+        with fresh.open("wb") as stream:
+            stream.write(content.getbuffer())
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.rename(fresh, file)
     except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; use a file in another folder") from None
+        with suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        remedy = "free disk space, or " if error.errno in FULL_DISK_ERRORS else ""
+        raise UserError(
+            f"{file} cannot be written ({error.strerror}); {remedy}use a file in another folder"
+        ) from None
 
 
 def comparison(pipeline: Pipeline, predicted: Timeline, measured: Timeline, title: str) -> Figure:

@@ -156,7 +156,8 @@ def picture_file(text: str) -> Path:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise argparse.ArgumentTypeError(f"{text}: folder {folder} does not exist; use picture.png")
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+    needed = [folder, path] if path.exists() else [folder]  # the folder gets a temporary file
+    if path.is_dir() or not all(os.access(file, os.W_OK) for file in needed):
         raise argparse.ArgumentTypeError(f"{text} cannot be written; use another name or folder")
     return path
 
