@@ -8,6 +8,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import tomllib
 from dataclasses import replace
@@ -48,7 +49,8 @@ from threefold.checkpoint.resume import find_initial_weights
 from threefold.checkpoint.state import CheckpointReader
 from threefold.commands import generate, prepare_data, report
 from threefold.commands.convert import main, settings
-from threefold.config.loading import parse_recipe
+from threefold.commands.convert import output as command_output
+from threefold.config.loading import REPOSITORY, parse_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.convert.files import (
@@ -747,6 +749,47 @@ def test_concurrent_writers_of_one_output_do_not_mix(tmp_path: Path) -> None:
         assert (out / "more").exists()
     assert [file.read_text() for file in out.iterdir()] == ["first"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_unfinished_output(number: int, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    options = SimpleNamespace(output=tmp_path / "out", overwrite=False)
+    signal.signal(number, lambda *_: None)  # it may be ignored, or end the tests
+    with (
+        pytest.raises(SystemExit, match=str(128 + number)),
+        command_output(options, tmp_path / "in", ANY_FILES) as folder,  # type: ignore[arg-type]
+    ):
+        (folder / "config.json").write_text("half")
+        signal.raise_signal(number)
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from threefold.convert.files import IMPORTED, output_folder
+path = Path(sys.argv[1])
+with output_folder(path, reading=path.parent / "in", files=IMPORTED, overwrite=False):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_next_command_removes_what_killed_processes_have_left(tmp_path: Path) -> None:
+    out, corpus = tmp_path / "out", tmp_path / "out.incomplete"
+    command = [sys.executable, "-c", KILLED, str(out)]
+    subprocess.run(command, cwd=REPOSITORY, check=False)
+    (left,) = tmp_path.iterdir()
+    corpus.mkdir()  # of prepare_data.py
+    shutil.copy(left / "lock", corpus)
+    (left / "old").mkdir()  # killed before the new output took the place of the old one
+    with output_folder(out, reading=tmp_path / "in", files=ANY_FILES, overwrite=True):
+        assert left.exists()
+    with output_folder(out, reading=tmp_path / "in", files=ANY_FILES, overwrite=True) as other:
+        assert not left.exists()
+        with output_folder(out, reading=tmp_path / "in", files=ANY_FILES, overwrite=True):
+            assert other.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "out.incomplete"}
 
 
 def test_a_full_disk_of_the_output_is_named_in_place_of_a_copied_file(tmp_path: Path) -> None:

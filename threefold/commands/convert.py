@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import tomli_w
 
 from models.errors import UserError, a_few
 from threefold.runtime.command_line import add_overrides, count, file_path
-from threefold.runtime.exits import REJECTED, raise_at_interrupt
+from threefold.runtime.exits import REJECTED, exit_at_signals, raise_at_interrupt
 from threefold.runtime.output import escape_output, progress_lines
 
 if TYPE_CHECKING:
@@ -215,6 +216,7 @@ def output(
     from threefold.convert.files import output_folder
 
     raise_at_interrupt()
+    exit_at_signals(signal.SIGTERM, signal.SIGHUP)
     with (
         output_folder(
             options.output, reading=reading, files=files, overwrite=options.overwrite

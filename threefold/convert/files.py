@@ -1,10 +1,13 @@
 """The files that convert.py reads and writes: verified checkpoints and complete output folders."""
 
+import fcntl
 import os
+import re
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from shlex import quote
@@ -29,7 +32,10 @@ from threefold.config.sections import short
 from threefold.data.manifest import is_corpus
 from threefold.run_folder.history import no_checkpoint, published
 from threefold.run_folder.json_lines import flush
+from threefold.run_folder.lock import NO_FLOCK
 
+INCOMPLETE = ".incomplete"  # end of the names of temporary folders
+LOCK_TEXT = "convert.py works in this folder\n"
 RUN_FILES = ("recipe.toml", "metrics.jsonl", "events.jsonl")  # a run folder has one of them
 
 
@@ -74,13 +80,17 @@ def output_folder(
         checked = _versions(path)  # first, so that a change during the check is noticed below
         _check_replaceable(short(path), files, overwrite)
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(path)
         # The name is unique, because another process may be writing the same output.
-        with tempfile.TemporaryDirectory(
-            dir=path.parent,
-            prefix=f"{path.name}.",
-            suffix=".incomplete",
-            ignore_cleanup_errors=True,
-        ) as folder:
+        with (
+            tempfile.TemporaryDirectory(
+                dir=path.parent,
+                prefix=f"{path.name}.",
+                suffix=INCOMPLETE,
+                ignore_cleanup_errors=True,
+            ) as folder,
+            _locked(Path(folder)),
+        ):
             workspace, old = Path(folder) / "new", Path(folder) / "old"
             workspace.mkdir()
             yield workspace
@@ -103,6 +113,37 @@ def output_folder(
             f"{error.filename or short(path)} cannot be written ({error.strerror or error}); use a "
             f"writable folder on a disk with free space"
         ) from None
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a temporary folder, which `_remove_abandoned` of another process then keeps."""
+    with (folder / "lock").open("a+", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in NO_FLOCK:
+                raise
+        else:
+            lock.write(LOCK_TEXT)
+            lock.flush()
+        yield
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove the temporary folders of an output whose processes were killed.
+
+    A folder without LOCK_TEXT stays: its process may not have locked it yet, or cannot.
+    """
+    name = re.compile(re.escape(path.name) + r"\.[a-z0-9_]{8}" + re.escape(INCOMPLETE))
+    for folder in list(path.parent.glob(f"*{INCOMPLETE}")):
+        if not name.fullmatch(folder.name):
+            continue
+        with suppress(OSError), (folder / "lock").open("rb+") as lock:  # NFS locks writable files
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_only_copy = (folder / "old").exists() and not path.exists()
+            if lock.read() == LOCK_TEXT.encode() and not is_only_copy:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_present(sources: Sequence[Path]) -> None:

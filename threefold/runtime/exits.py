@@ -29,6 +29,7 @@ UNFIT = 7  # preflight found a broken node, or a slow one that launch.py replace
 SECONDS_FOR_READER = 30.0  # of a finished run
 SECONDS_FOR_READER_OF_FAILURE = 2.0
 
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ECHO_SECONDS = 2.0  # launchers forward signals, so a signal within this time is not a second one
 
 STEPS_BETWEEN_FULL_COLLECTIONS = 100  # the objects of W&B, which starts later, take 30 ms
@@ -150,9 +151,30 @@ def one_interrupt() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def exit_at_signals(*numbers: int) -> None:
+    """Let signals raise SystemExit(128 + number), so that a command cleans up.
+
+    Signals within ECHO_SECONDS do not raise it again, which would interrupt the cleanup: a user may
+    press Ctrl-C twice. An ignored signal stays ignored: nohup relies on it. Call
+    `ignore_interrupts` before the exit handlers run.
+
+    Args:
+        numbers: default: SIGINT, SIGTERM and SIGHUP
+    """
+    signals = StopSignals()
+
+    def leave(number: int, frame: object) -> None:
+        if signals.note(number) in ("first", "repeated"):
+            sys.exit(128 + number)
+
+    for number in numbers or ENDING_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, leave)
+
+
 def ignore_interrupts() -> None:
-    """Let SIGINT and SIGTERM have no effect, because the work of this process is done and saved."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    """Let the signals of `exit_at_signals` have no effect: the work of this process is done."""
+    for number in ENDING_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
 
