@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -80,6 +81,7 @@ from threefold.prove.recording import next_float
 from threefold.prove.report import CaseResult, as_json, failures, table, table_of_bands, verdict
 from threefold.prove.shrink import larger_micro_batch, shrink, write_corpus
 from threefold.prove.training import logical_state, start, train_cases, train_step
+from threefold.runtime import exits
 from threefold.runtime.ranks import CPU_VARIABLES
 
 SHIPPED = shipped_recipes()
@@ -1315,6 +1317,33 @@ def test_an_interrupted_proof_reports_what_is_finished(
         assert len(found["layouts"]) == 5 and not found["complete"] and not found["passed"]
     else:
         assert "5 of 5 layouts train like one process" in printed.out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_second_signal_does_not_interrupt_the_cleanup(
+    number: int, capsys: pytest.CaptureFixture
+) -> None:
+    cleaned = []
+    signal.signal(signal.SIGHUP, lambda *_: None)  # it may be ignored, or end the tests
+
+    def interrupted(proof: prove.Proof) -> Iterator[CaseResult]:
+        try:
+            signal.raise_signal(number)
+            yield from finished(proof)
+        finally:
+            signal.raise_signal(number)
+            cleaned.append(proof.ranks)
+
+    with (
+        mock.patch.object(sys, "argv", ["prove.py", "--ranks", "1"]),
+        mock.patch.object(prove.Proof, "run", interrupted),
+        pytest.raises(SystemExit, match=str(128 + number)),
+    ):
+        prove.main()
+    assert cleaned == [1]
+    with mock.patch.object(exits, "ECHO_SECONDS", 0):
+        signal.raise_signal(number)  # during the exit handlers
+    assert capsys.readouterr().err.splitlines()[-1] == "interrupted after 0 of 12 layouts"
 
 
 def finished(proof: prove.Proof) -> Iterator[CaseResult]:

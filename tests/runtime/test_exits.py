@@ -12,9 +12,18 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.commands import run_here
+from threefold.commands import sweep
 from threefold.config.loading import REPOSITORY
 from threefold.pretrain.setup import leave_processes
-from threefold.runtime.exits import exit_now, interrupt_advice, interrupts_blocked
+from threefold.runtime import exits
+from threefold.runtime.exits import (
+    exit_at_signals,
+    exit_now,
+    ignore_interrupts,
+    interrupt_advice,
+    interrupts_blocked,
+)
 
 COMMANDS = sorted(
     path.name for path in (REPOSITORY / "recipes").glob("*.py") if path.stem[0] != "_"
@@ -64,6 +73,32 @@ def test_an_ignored_interrupt_stays_ignored() -> None:
     ignored = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)"
     done = run("-c", ignored + WORK)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_signal_raises_once_until_it_is_repeated_later() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    exit_at_signals()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    with pytest.raises(SystemExit, match="130"):
+        signal.raise_signal(signal.SIGINT)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.raise_signal(number)  # does not interrupt the cleanup
+    with mock.patch.object(exits, "ECHO_SECONDS", 0), pytest.raises(SystemExit, match="130"):
+        signal.raise_signal(signal.SIGINT)
+    ignore_interrupts()
+    with mock.patch.object(exits, "ECHO_SECONDS", 0):
+        for number in exits.ENDING_SIGNALS:
+            signal.raise_signal(number)
+
+
+def test_a_sweep_under_nohup_survives_the_end_of_its_terminal() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with (
+        mock.patch.object(sweep, "use_nonblocking_output"),
+        mock.patch.object(sweep, "exit_now", sys.exit),
+    ):
+        assert run_here(sweep.main, "recipes/none.toml").returncode == 2
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_processes_can_be_started_out_of_reach_of_an_interrupt() -> None:

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import json
 import random
-import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator, Sequence
@@ -41,6 +40,7 @@ from threefold.prove.ranks import run_cases
 from threefold.prove.report import CaseResult, as_json, as_text, describe, relay_as_text, summary
 from threefold.prove.shrink import larger_micro_batch, shrink, write_corpus
 from threefold.runtime.command_line import add_json, add_overrides, count, file_path, picture_file
+from threefold.runtime.exits import exit_at_signals, ignore_interrupts
 from threefold.runtime.output import escape_output, report_unwritable, stdout_for_json
 
 SECONDS_PER_LAYOUT = 300  # a layout that takes longer counts as hanging
@@ -56,8 +56,7 @@ MAX_SAMPLE = 1_000_000
 
 def main(description: str | None = None) -> None:
     """Run the proof, print the report and exit with 0, 1 or 2."""
-    for signal_number in (signal.SIGINT, signal.SIGTERM):  # end the ranks, delete the folders
-        signal.signal(signal_number, lambda number, frame: sys.exit(128 + number))
+    exit_at_signals()  # after ending the ranks and deleting the folders
     escape_output()
     options = parse_command_line(description)
     try:
@@ -65,6 +64,8 @@ def main(description: str | None = None) -> None:
     except UserError as problem:
         print(f"prove.py: {problem}", file=sys.stderr)
         code = 2
+    finally:
+        ignore_interrupts()  # during the exit handlers, which end the fork server
     sys.exit(code)
 
 

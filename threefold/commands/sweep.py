@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -24,7 +23,7 @@ from threefold.runtime.command_line import (
     parse_subcommand,
     seconds,
 )
-from threefold.runtime.exits import exit_now
+from threefold.runtime.exits import exit_at_signals, exit_now, ignore_interrupts
 from threefold.runtime.output import printer, stdout_for_json, use_nonblocking_output
 from threefold.sweep import report
 from threefold.sweep.choice import TrialRequest, choose
@@ -59,8 +58,7 @@ def main(description: str | None = None) -> None:
     if getattr(options, "rank_of", None):
         run_rank(options.rank_of)
     use_nonblocking_output()
-    for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signal_number, lambda number, frame: sys.exit(128 + number))
+    exit_at_signals()
     try:
         code = options.command(options)
     except SystemExit as end:  # raised by the signal handler above
@@ -71,6 +69,7 @@ def main(description: str | None = None) -> None:
     except SweepStopped as problem:
         print(f"sweep.py: {problem}", file=sys.stderr)
         code = 1
+    ignore_interrupts()  # during the exit handlers
     exit_now(code)
 
 

@@ -164,7 +164,7 @@ def exit_at_signals(*numbers: int) -> None:
     signals = StopSignals()
 
     def leave(number: int, frame: object) -> None:
-        if signals.note(number) in ("first", "repeated"):
+        if signals.note(number) != "echo":
             sys.exit(128 + number)
 
     for number in numbers or ENDING_SIGNALS:
