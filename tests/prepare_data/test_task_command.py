@@ -1,10 +1,13 @@
 """prepare_data.py tasks: tasks from a corpus, and from samples of lm-evaluation-harness."""
 
+import errno
 import json
+import os
 import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -23,6 +26,7 @@ from threefold.prepare_data.tasks import (
     next_line,
     validation_texts,
 )
+from threefold.run_folder.json_lines import write_whole
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +123,23 @@ def test_the_path_of_a_task_is_quoted(corpus: Path, tmp_path: Path) -> None:
     printed = done.stdout.partition("in a recipe:\n")[2]
     (task,) = tomllib.loads(printed)["evaluation"]["tasks"]
     assert task == {"name": "lines", "path": str(output)}
+
+
+@pytest.mark.parametrize(
+    ("call", "code", "remedy"),
+    [("fsync", errno.ENOSPC, "free disk space"), ("rename", errno.EACCES, "make the folder writ")],
+)
+def test_a_task_that_cannot_be_written_is_named_with_a_remedy(
+    call: str, code: int, remedy: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, problem = tmp_path / "lines.jsonl", OSError(code, os.strerror(code))
+    monkeypatch.setattr(os, call, mock.Mock(side_effect=problem))
+    done = command("next-line", corpus, "--output", output, "--items", 5)
+    said = f"prepare_data.py: --output {output} cannot be written ({problem.strerror}); {remedy}"
+    assert done.returncode == 2 and done.stderr.startswith(said) and not list(tmp_path.iterdir())
+    with pytest.raises(OSError, match=problem.strerror) as raised:
+        write_whole(output, "text")
+    assert raised.value.filename == str(output)
 
 
 def sample(number: int, context: str, *continuations: str, target: Any) -> dict[str, Any]:

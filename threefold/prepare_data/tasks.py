@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from models.errors import UserError, counted, reason_of
+from models.errors import FULL_DISK_ERRORS, UserError, counted, reason_of
 from threefold.config.loading import name_that_fits, value_text
 from threefold.config.sections import MAX_TASK_NAME, SET_NAME, output_path, repository_path
 from threefold.data.corpus import check_part
@@ -262,8 +262,16 @@ def write_task(arguments: list[str]) -> None:
     else:
         corpus = repository_path(options.source)
         items = make_items(corpus, MAKERS[options.kind], count=options.items or DEFAULT_ITEMS)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(output, "".join(line(item) for item in items))
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(output, "".join(line(item) for item in items))
+    except OSError as error:
+        is_full = error.errno in FULL_DISK_ERRORS
+        remedy = "free disk space" if is_full else "make the folder writable"
+        raise UserError(
+            f"--output {options.output} cannot be written ({error.strerror}); {remedy}, or use "
+            f"another folder"
+        ) from None
     try:
         read_items(output)
     except UserError:

@@ -194,7 +194,7 @@ def write_whole(file: Path, text: str, *, fresh: Path | None = None) -> None:
             the file's name with ".incomplete", which suits files with a single writer
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; the error names `file`.
     """
     fresh = fresh or file.with_name(file.name + ".incomplete")
     try:
@@ -203,9 +203,10 @@ def write_whole(file: Path, text: str, *, fresh: Path | None = None) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         os.rename(fresh, file)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
+    except OSError as error:
+        with contextlib.suppress(OSError):  # on a read-only disk, there is none
+            fresh.unlink()
+        raise OSError(error.errno, error.strerror, str(file)) from error
 
 
 def flush(path: Path) -> None:
