@@ -13,7 +13,8 @@ Nodes that return are used again. events.jsonl in the run folder records every s
 
 A hostfile has a line "NAME slots=N" per host, like that of deepspeed. Hosts beyond cluster.nodes
 are spare. A recipe without a [cluster] section uses all hosts. The exit codes are those of
-pretrain.py; 130: Ctrl-C before any ranks were started.
+pretrain.py; 130: Ctrl-C before any ranks were started; 137: a second Ctrl-C has killed the ranks
+before they had saved.
 """
 
 import sys

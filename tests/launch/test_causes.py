@@ -1,6 +1,7 @@
 """Every cause of an attempt's end, and what follows from it."""
 
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -98,6 +99,17 @@ def test_reasons_name_the_rank_and_the_host() -> None:
     real_time = diagnose(AttemptResult(ends=ends(-(signal.SIGRTMIN + 1)))).reason
     assert real_time == f"rank 0 (node1) was killed by signal {signal.SIGRTMIN + 1}"
     assert diagnose(AttemptResult(lost={"node2": "silent"})).reason == "node2: silent"
+
+
+def test_ranks_killed_by_a_second_request_have_not_saved() -> None:
+    outcome = AttemptResult(ends=ends(KILLED, KILLED), asked=True, asked_again=True)
+    said = "launch.py was asked to stop twice, so the ranks were killed before they had saved; a "
+    assert diagnose(outcome).reason == f"{said}rerun starts again"
+    assert diagnose(replace(outcome, checkpoint=30)).reason == f"{said}rerun resumes after step 30"
+    saved = replace(outcome, ends=ends(INTERRUPTED, KILLED))
+    assert diagnose(saved).reason == "launch.py was asked to stop"
+    killed = diagnose(replace(outcome, asked_again=False)).reason
+    assert killed == "launch.py was asked to stop, but rank 0 (node1) was killed by SIGKILL"
 
 
 def test_a_broken_gpu_takes_precedence_over_every_other_error() -> None:

@@ -27,7 +27,7 @@ from threefold.launch import attempt as attempt_module
 from threefold.launch import connection as connection_module
 from threefold.launch import hosts as hosts_module
 from threefold.launch import launcher as launcher_module
-from threefold.launch.attempt import Command, forwarded, in_container
+from threefold.launch.attempt import Attempt, Command, forwarded, in_container
 from threefold.launch.connection import Agent, AgentReport, on_this_machine
 from threefold.launch.diagnosis import Failures, shown
 from threefold.launch.launcher import Announcements, Launcher
@@ -841,6 +841,18 @@ def test_a_user_stops_the_run(start: Any) -> None:
     running.launcher.request_stop()
     assert running.wait() == INTERRUPTED
     assert (running.folder / "checkpoints" / "step-0000001").exists()
+
+
+def test_a_second_request_kills_the_ranks_and_names_the_step_of_a_rerun(
+    start: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(Attempt, "_signal", lambda *_: None)  # the ranks do not save in time
+    running = start()
+    running.wait_for_attempt(1, ranks=2)
+    (running.folder / "checkpoints" / "step-0000007").mkdir(parents=True)
+    running.launcher.stop_requests = 2
+    assert running.wait() == 128 + signal.SIGKILL
+    assert "killed before they had saved; a rerun resumes after step 7" in capfd.readouterr().err
 
 
 def test_too_few_nodes(

@@ -189,7 +189,11 @@ class Attempt:
         if self.failed:
             self._settle(asked)
         return AttemptResult(
-            lost=self.lost, ends=self.ends, asked=bool(asked()), restarting=restarting
+            lost=self.lost,
+            ends=self.ends,
+            asked=bool(asked()),
+            asked_again=asked() > 1,
+            restarting=restarting,
         )
 
     def _ask_port(self) -> int:

@@ -58,6 +58,8 @@ class AttemptResult:
         lost: host -> reason, for hosts that no longer answer
         ends: the ends of ranks before launch.py killed the others, in the order of their reports
         asked: True if a user asked launch.py to stop
+        asked_again: True if a user asked it twice, so that the ranks were killed
+        checkpoint: the step of the newest checkpoint; 0 if there is none
         restarting: the reason why launch.py asked the ranks to save and end; "" if it did not
         behind: the hosts of the ranks that a hang report names as behind
         preflight_broken: host -> reason, for hosts that the preflight names as broken
@@ -73,6 +75,8 @@ class AttemptResult:
     lost: Mapping[str, str] = field(default_factory=dict)
     ends: Sequence[RankEnd] = ()
     asked: bool = False
+    asked_again: bool = False
+    checkpoint: int = 0
     restarting: str = ""
     behind: Sequence[str] = ()
     gpu_broken: Mapping[str, str] = field(default_factory=dict)
@@ -168,8 +172,13 @@ def _stop_on_request(outcome: AttemptResult, codes: Sequence[int]) -> Diagnosis:
     orderly = all(code in (FINISHED, INTERRUPTED, *STOP_SIGNALS) for code in codes)
     if INTERRUPTED in codes or orderly:
         return Diagnosis(reason, exit_code=INTERRUPTED)
-    code = next((code for code in codes if code != FINISHED), FINISHED)
-    return Diagnosis(reason, exit_code=128 - code if code < 0 else code)
+    failed = next(end for end in outcome.ends if end.code != FINISHED)
+    if outcome.asked_again:
+        step = f"resumes after step {outcome.checkpoint}" if outcome.checkpoint else "starts again"
+        reason += f" twice, so the ranks were killed before they had saved; a rerun {step}"
+    else:
+        reason += f", but {failed}"
+    return Diagnosis(reason, exit_code=128 - failed.code if failed.code < 0 else failed.code)
 
 
 def _error_of_a_rank(outcome: AttemptResult, codes: Sequence[int]) -> Diagnosis:

@@ -295,6 +295,7 @@ class Launcher:
         diagnosis = diagnose(
             replace(
                 outcome,
+                checkpoint=self.announcements.newest_checkpoint(),
                 behind=behind,
                 preflight_broken=broken,
                 preflight_slow=slow,
