@@ -181,6 +181,8 @@ class RunFolder:
             if all(entry.name.startswith("lock") for entry in self.path.iterdir()):
                 return
             os.rename(self.path, aside)
+            if self._given.is_symlink():  # otherwise `hold` would reject the link
+                self.path.mkdir(exist_ok=True)
             flush(self.path.parent)
         except OSError as error:
             raise UserError(
