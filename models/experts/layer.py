@@ -6,7 +6,7 @@ tensor ranks, n = s * b / t tokens that this rank routes, m rows that this rank'
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,9 @@ from models.parallel.layers import (
     weight_gradient,
 )
 from models.sharding import Sharding, declared_parameter
+
+if TYPE_CHECKING:  # it imports this module
+    from models.transformer import MLP
 
 # Matmuls and sums of groups of rows with one weight or bias per group.
 #
@@ -216,20 +219,6 @@ class _AddToGroups(torch.autograd.Function):
 # The layer.
 
 
-class SharedExperts(Protocol):
-    """The MLP of the shared experts, in two parts that run during different exchanges."""
-
-    @property
-    def down(self) -> Callable[[Tensor], Tensor]:
-        """The second linear layer."""
-
-    def activated(self, x: Tensor) -> Tensor:
-        """[s, b, h] to the input of `down`."""
-
-    def bias_here(self) -> Tensor | None:
-        """Return the output bias for this rank's positions."""
-
-
 class MixtureOfExperts(Fusing):
     """The weighted sum of each token's experts, plus the shared experts.
 
@@ -267,7 +256,7 @@ class MixtureOfExperts(Fusing):
         tensor: TensorAxis,
         expert: ExpertAxis,
         bias: bool = False,
-        shared: SharedExperts | None = None,
+        shared: "MLP | None" = None,
         number: int = 0,
     ):
         super().__init__()

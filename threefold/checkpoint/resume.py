@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
@@ -426,13 +426,6 @@ SECONDS_BETWEEN_TRIES = 1.0
 SECONDS_BETWEEN_MESSAGES = 30.0
 
 
-class FindInMemory(Protocol):
-    """Finds the newest snapshot in memory that is not older than a step."""
-
-    def __call__(self, *, history: History, at_least: int) -> ResumePoint:
-        """Return the snapshot."""
-
-
 @dataclass(frozen=True)
 class ResumeRequest:
     """The `--resume` option of a command.
@@ -518,7 +511,7 @@ def find_start(
     recipe: Recipe,
     data: dict[str, Any],
     *,
-    find_in_memory: FindInMemory | None = None,
+    find_in_memory: Callable[[History, int], ResumePoint] | None = None,
     note: Note = no_note,
 ) -> Start:
     """Find the point at which the run starts or resumes, without changing files; collective.
@@ -536,7 +529,7 @@ def find_start(
     pending = history.branch if history.branch and history.branch.pending else None
     snapshot = ResumePoint()
     if find_in_memory and request.resume == "auto" and not pending:
-        snapshot = find_in_memory(history=history, at_least=newest_step(folder.checkpoints))
+        snapshot = find_in_memory(history, newest_step(folder.checkpoints))
     if snapshot.checkpoint:
         # Only checkpoints on the disk end the count of rollbacks.
         saved = max((step for step in history.saved if step <= snapshot.progress.step), default=0)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -145,22 +145,9 @@ def _kinds_of(
 (MOMENTUM,) = STATES["muon"]
 
 
-class Orthogonalize(Protocol):
-    """Replaces the elements of logical matrices in flat tensors by their updates.
-
-    Attributes:
-        group: the ranks that exchange elements; None: only this one
-    """
-
-    group: dist.ProcessGroup | None
-
-    def __call__(self, flats: Mapping[int, Tensor], meanwhile: Callable[[], None]) -> None:
-        """Replace the elements in place.
-
-        Args:
-            flats: this rank's shard of each flat tensor, by `id` of the tensor of its weights
-            meanwhile: function to call while elements are exchanged
-        """
+# Replaces logical matrices by their updates, in place: this rank's shards of the flat tensors, by
+# `id` of the tensor of its weights, and a function to call while elements are exchanged.
+Orthogonalize = Callable[[Mapping[int, Tensor], Callable[[], None]], None]
 
 
 class Muon(torch.optim.Optimizer):

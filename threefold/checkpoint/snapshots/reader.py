@@ -109,11 +109,11 @@ class Candidate:
 
 def find_snapshot(
     memory: NodeMemory,
+    history: History,
+    at_least: int,
     *,
     recipe: Recipe,
     data: dict[str, Any],
-    history: History,
-    at_least: int,
     note: Note = no_note,
 ) -> ResumePoint:
     """Find the newest snapshot that can be loaded; collective, and the same on all ranks.
