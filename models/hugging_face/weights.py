@@ -105,39 +105,6 @@ def _rearranged(x: Tensor, unit: int, last: int, *, halves: tuple[int, int]) -> 
     return torch.cat([kept, moved], dim=1).flatten(0, 1)
 
 
-def to_hugging_face(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename and split our logical tensors, and multiply them by the model's multipliers.
-
-    They may be weights, or without multipliers other tensors of the same shapes.
-    """
-    theirs: dict[str, Tensor] = {}
-    for name, counterpart in counterparts(config).items():
-        for their_name, tensor in counterpart.split(tensors[name]):
-            if counterpart.expert is None:
-                theirs[their_name] = tensor
-            else:
-                number, count = counterpart.expert
-                joined = theirs.setdefault(their_name, tensor.new_empty(count, *tensor.shape))
-                joined[number] = tensor
-    return theirs
-
-
-def from_hugging_face(
-    config: ModelConfig, theirs: Mapping[str, Tensor], family: Family | None = None
-) -> dict[str, Tensor]:
-    """Join and rename transformers' tensors into our logical tensors.
-
-    family: the class that has the tensors; None: the one that an export uses
-    """
-    return {
-        name: counterpart.join(
-            theirs[part] if counterpart.expert is None else theirs[part][counterpart.expert[0]]
-            for part in counterpart.names
-        )
-        for name, counterpart in counterparts(config, family).items()
-    }
-
-
 def counterparts(config: ModelConfig, family: Family | None = None) -> dict[str, Counterpart]:
     """Return the counterpart of every parameter by our logical name.
 

@@ -16,12 +16,11 @@ from models.attention import Frequencies
 from models.config import ModelConfig, RopeScaling
 from models.errors import UserError
 from models.hugging_face.config import hugging_face_config, imported_model
-from models.hugging_face.weights import from_hugging_face, to_hugging_face
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.micro_batch_info import MicroBatchInfo
 from models.sharding import sharding_of
-from tests.models.test_transformer import SHAPES, relative
+from tests.models.test_transformer import SHAPES, from_hugging_face, relative, to_hugging_face
 
 CPU = torch.device("cpu")
 SCALINGS = {

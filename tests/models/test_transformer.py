@@ -19,7 +19,7 @@ from models.attention import Attention, Frequencies, ModelAxes, rotary_frequenci
 from models.config import ModelConfig, RopeScaling, Window
 from models.hugging_face.config import hugging_face_config
 from models.hugging_face.families import Family
-from models.hugging_face.weights import counterparts, from_hugging_face, to_hugging_face
+from models.hugging_face.weights import counterparts
 from models.initialization import NormalRows, initialize, query_multiplier
 from models.layer_specs import (
     SequentialModel,
@@ -298,6 +298,39 @@ def reference(config: ModelConfig, documents: Documents | None = None) -> Outcom
     loss.backward()
     gradients = {name: torch.as_tensor(p.grad) for name, p in model.named_parameters()}
     return logits.detach(), loss.detach(), gradients_from_hugging_face(config, gradients)
+
+
+def to_hugging_face(config: ModelConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename and split our logical tensors, and multiply them by the model's multipliers.
+
+    They may be weights, or without multipliers other tensors of the same shapes.
+    """
+    theirs: dict[str, Tensor] = {}
+    for name, counterpart in counterparts(config).items():
+        for their_name, tensor in counterpart.split(tensors[name]):
+            if counterpart.expert is None:
+                theirs[their_name] = tensor
+            else:
+                number, count = counterpart.expert
+                joined = theirs.setdefault(their_name, tensor.new_empty(count, *tensor.shape))
+                joined[number] = tensor
+    return theirs
+
+
+def from_hugging_face(
+    config: ModelConfig, theirs: Mapping[str, Tensor], family: Family | None = None
+) -> dict[str, Tensor]:
+    """Join and rename transformers' tensors into our logical tensors.
+
+    family: the class that has the tensors; None: the one that an export uses
+    """
+    return {
+        name: counterpart.join(
+            theirs[part] if counterpart.expert is None else theirs[part][counterpart.expert[0]]
+            for part in counterpart.names
+        )
+        for name, counterpart in counterparts(config, family).items()
+    }
 
 
 def gradients_from_hugging_face(

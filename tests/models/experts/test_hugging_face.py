@@ -21,7 +21,7 @@ from models.hugging_face.config import (
     hugging_face_config,
     imported_model,
 )
-from models.hugging_face.weights import Counterpart, from_hugging_face, to_hugging_face
+from models.hugging_face.weights import Counterpart
 from models.initialization import initialize
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters, run_layers
 from models.parallel.micro_batch_info import MicroBatchInfo
@@ -32,9 +32,11 @@ from tests.models.test_transformer import (
     MUP,
     STANDARD,
     Outcome,
+    from_hugging_face,
     gradients_from_hugging_face,
     labels_of,
     relative,
+    to_hugging_face,
 )
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.convert.from_hugging_face import imported_config
