@@ -15,7 +15,7 @@ from models.config import MAX_SIZE
 from models.errors import UserError, a_few, counted, suggestion
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.sections import output_path, repository_path
-from threefold.data.manifest import few_tokens, lost_manifest, read_manifest
+from threefold.data.manifest import few_tokens, lost_manifest, read_manifest, tokenizer_hash
 from threefold.prepare_data.documents import BLANK, PROBLEM_KINDS
 from threefold.prepare_data.workspace import clear_workspace, full_disk_explained, lock_workspace
 from threefold.run_folder.folder import run_folder_of
@@ -164,7 +164,14 @@ def plan(
 
     held_out: numbers of the formats whose documents are the validation part
     """
-    from threefold.prepare_data.tokenizer import copy_tokenizer, plan_tokenization, train_tokenizer
+    from threefold.prepare_data.tokenization import Tokenization
+    from threefold.prepare_data.tokenizer import (
+        copy_tokenizer,
+        document_start,
+        load_tokenizer,
+        train_tokenizer,
+        vocabulary_size,
+    )
 
     skip, fraction = frozenset(options.skip), options.validation_fraction
     if options.tokenizer:
@@ -178,15 +185,19 @@ def plan(
             validation_fraction=fraction,
             skip=skip,
         )
-    return plan_tokenization(
-        formats,
-        folder,
-        f"--tokenizer {options.tokenizer or folder}",
-        validation_fraction=fraction,
-        held_out=frozenset(held_out),
-        skip=skip,
+    tokenizer = load_tokenizer(folder, f"--tokenizer {options.tokenizer or folder}")
+    return Tokenization(
+        formats=formats,
+        tokenizer=folder / "tokenizer.json",
+        tokenizer_sha256=tokenizer_hash(folder),
+        vocab_size=vocabulary_size(tokenizer),
+        start=tuple(document_start(tokenizer)),
+        end=tokenizer.eos_token_id,
         split_special_tokens=not options.parse_special_tokens,
-        pieces=workspace / "pieces",
+        validation_fraction=fraction,
+        skip=skip,
+        folder=workspace / "pieces",
+        held_out=frozenset(held_out),
     )
 
 

@@ -21,9 +21,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from models.errors import UserError, reason_of, why_no_folder
 from threefold.config.sections import repository_path
 from threefold.data.corpus import tokenizer_advice
-from threefold.data.manifest import folder_hash, tokenizer_hash
+from threefold.data.manifest import folder_hash
 from threefold.prepare_data.formats import Format, NumberedPiece
-from threefold.prepare_data.tokenization import Tokenization, is_held_out, new_folder, texts_of
+from threefold.prepare_data.tokenization import is_held_out, new_folder, texts_of
 from threefold.runtime.output import progress_lines
 
 END_OF_TEXT = "<|endoftext|>"
@@ -127,41 +127,6 @@ def document_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         f"{tokenizer.name_or_path}: {example!r} is tokenized as {text} without and {whole} with "
         f"special tokens, and the second does not contain the first; use a tokenizer that adds "
         f"special tokens only at the start and end"
-    )
-
-
-def plan_tokenization(
-    formats: Sequence[Format],
-    tokenizer: Path,
-    name: str,
-    *,
-    validation_fraction: float,
-    held_out: frozenset[int] = frozenset(),
-    skip: frozenset[str],
-    split_special_tokens: bool,
-    pieces: Path,
-) -> Tokenization:
-    """Return the settings with which a tokenizer tokenizes the documents of a source.
-
-    Args:
-        pieces: folder of the finished pieces
-
-    Raises:
-        UserError: The tokenizer cannot be loaded, or adds special tokens within a text.
-    """
-    loaded = load_tokenizer(tokenizer, name)
-    return Tokenization(
-        formats=list(formats),
-        tokenizer=tokenizer / "tokenizer.json",
-        tokenizer_sha256=tokenizer_hash(tokenizer),
-        vocab_size=vocabulary_size(loaded),
-        start=tuple(document_start(loaded)),
-        end=loaded.eos_token_id,
-        split_special_tokens=split_special_tokens,
-        validation_fraction=validation_fraction,
-        skip=skip,
-        folder=pieces,
-        held_out=held_out,
     )
 
 
