@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError
 from unittest import mock
 
 import pytest
@@ -23,42 +22,21 @@ from threefold.runtime.processes import check_machine
 INDUCTOR = "TORCHINDUCTOR_DETERMINISTIC"
 
 
-def variables(torch_version: str, deterministic: bool = False, **given: str) -> dict[str, str]:
+def variables(deterministic: bool = False, **given: str) -> dict[str, str]:
     environment = dict(given)
-    set_torch_variables(environment, deterministic=deterministic, torch_version=torch_version)
+    set_torch_variables(environment, deterministic=deterministic)
     return environment
 
 
-def recorded(torch_version: str, on_gpu: bool, **given: str) -> dict[str, str]:
+def recorded(on_gpu: bool, **given: str) -> dict[str, str]:
     environment = dict(given)
-    set_flight_recorder(environment, on_gpu=on_gpu, torch_version=torch_version)
+    set_flight_recorder(environment, on_gpu=on_gpu)
     return environment
 
 
-def test_a_torch_without_metadata_gets_the_newest_names() -> None:
-    environment: dict[str, str] = {}
-    with mock.patch(
-        "threefold.runtime.environment.version",
-        side_effect=PackageNotFoundError("torch"),
-    ):
-        set_torch_variables(environment)
-    assert environment == variables("2.13.0")
-
-
-@pytest.mark.parametrize(
-    ("torch_version", "allocator", "recorder"),
-    [
-        ("2.8.0", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_TRACE_BUFFER_SIZE"),
-        ("2.9.1+cu126", "PYTORCH_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE"),
-        ("2.11.0+cu130", "PYTORCH_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE"),
-        ("2.13.0", "PYTORCH_ALLOC_CONF", "TORCH_FR_BUFFER_SIZE"),
-    ],
-)
-def test_variables_have_the_names_of_their_version(
-    torch_version: str, allocator: str, recorder: str
-) -> None:
-    assert variables(torch_version) == {allocator: "expandable_segments:True", INDUCTOR: "1"}
-    assert recorded(torch_version, on_gpu=True) == {recorder: "2000"}
+def test_variables_have_the_names_of_the_pinned_torch() -> None:
+    assert variables() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True", INDUCTOR: "1"}
+    assert recorded(on_gpu=True) == {"TORCH_FR_BUFFER_SIZE": "2000"}
 
 
 @pytest.mark.parametrize(
@@ -70,21 +48,21 @@ def test_variables_have_the_names_of_their_version(
 )
 def test_variables_set_by_the_user_are_kept(given: dict[str, str]) -> None:
     given = given | {INDUCTOR: "0"}
-    assert variables("2.13.0", **given) == given
+    assert variables(**given) == given
 
 
 def test_only_gpus_record_collectives_unless_the_user_has_set_it() -> None:
-    assert recorded("2.13.0", on_gpu=False) == {"TORCH_FR_BUFFER_SIZE": "0"}
+    assert recorded(on_gpu=False) == {"TORCH_FR_BUFFER_SIZE": "0"}
     for given in ({"TORCH_FR_BUFFER_SIZE": "50"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "20000"}):
         for on_gpu in (False, True):
-            assert recorded("2.13.0", on_gpu, **given) == given
+            assert recorded(on_gpu, **given) == given
 
 
 def test_deterministic_runs_fix_the_workspace() -> None:
-    found = variables("2.13.0", deterministic=True)
+    found = variables(deterministic=True)
     assert found["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert "CUBLAS_WORKSPACE_CONFIG" not in variables("2.13.0")
-    own = variables("2.13.0", deterministic=True, CUBLAS_WORKSPACE_CONFIG=":16:8")
+    assert "CUBLAS_WORKSPACE_CONFIG" not in variables()
+    own = variables(deterministic=True, CUBLAS_WORKSPACE_CONFIG=":16:8")
     assert own["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
@@ -168,9 +146,9 @@ def test_the_cores_of_a_slurm_task_are_not_divided_again(
 
 def test_pipelined_runs_load_kernels_early_and_use_all_queues() -> None:
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "16"}
-    set_torch_variables(environment, pipelined=True, torch_version="2.13.0")
+    set_torch_variables(environment, pipelined=True)
     assert environment["CUDA_MODULE_LOADING"] == "EAGER"
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"  # set by the user
-    assert "CUDA_MODULE_LOADING" not in variables("2.13.0")
-    set_torch_variables(environment := {}, pipelined=True, torch_version="2.13.0")
+    assert "CUDA_MODULE_LOADING" not in variables()
+    set_torch_variables(environment := {}, pipelined=True)
     assert environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "32"

@@ -4,16 +4,14 @@ They must be set before torch is imported, so this file does not import torch. V
 user has set are not changed.
 """
 
-import functools
 import os
 from collections.abc import Mapping, MutableMapping
-from importlib.metadata import PackageNotFoundError, version
 
 from models.errors import UserError
 from threefold.config.parallel_dims import LaunchEnvironment
 
-RENAMED_IN = (2, 9)  # version of torch that renamed the allocator's and the recorder's variables
 ACCELERATORS = ("cuda", "cpu")
+# The names that torch reads, the one that this program sets first.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 RECORDER_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 RECORDED_COLLECTIVES = 2000  # torch's own default from 2.13 on
@@ -37,7 +35,6 @@ def set_torch_variables(
     *,
     deterministic: bool = False,
     pipelined: bool = False,
-    torch_version: str | None = None,
 ) -> None:
     """Set the environment variables of torch that the user has not set.
 
@@ -54,9 +51,8 @@ def set_torch_variables(
         environment: `os.environ`
         deterministic: the recipe's `training.deterministic`
         pipelined: whether the layout has more than one pipeline stage
-        torch_version: such as "2.13.0+cu130"; None for the version of the installed torch
     """
-    _set_renamed(environment, ALLOCATOR_VARIABLES, "expandable_segments:True", torch_version)
+    _set_first(environment, ALLOCATOR_VARIABLES, "expandable_segments:True")
     environment.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")
     if deterministic:
         environment.setdefault(WORKSPACE, DETERMINISTIC_WORKSPACES[0])
@@ -65,9 +61,7 @@ def set_torch_variables(
             environment.setdefault(name, value)
 
 
-def set_flight_recorder(
-    environment: MutableMapping[str, str], *, on_gpu: bool, torch_version: str | None = None
-) -> None:
+def set_flight_recorder(environment: MutableMapping[str, str], *, on_gpu: bool) -> None:
     """Set the number of collectives that torch's flight recorder keeps, unless the user has set it.
 
     torch reads the number when the first process group starts.
@@ -81,24 +75,13 @@ def set_flight_recorder(
     so the heap fragments and grows (benchmarks/memory_growth.py). On a GPU the activations are not
     on this heap.
     """
-    size = RECORDED_COLLECTIVES if on_gpu else 0
-    _set_renamed(environment, RECORDER_VARIABLES, str(size), torch_version)
+    _set_first(environment, RECORDER_VARIABLES, str(RECORDED_COLLECTIVES if on_gpu else 0))
 
 
-def _set_renamed(
-    environment: MutableMapping[str, str],
-    names: tuple[str, ...],
-    value: str,
-    torch_version: str | None,
-) -> None:
-    """Set a variable by the name of torch's version, unless the user has set it by any name.
-
-    names: the name from RENAMED_IN on, the name before, and other names
-    """
-    release = torch_version or _installed_torch()
-    is_new = release is None or tuple(map(int, release.split(".")[:2])) >= RENAMED_IN
+def _set_first(environment: MutableMapping[str, str], names: tuple[str, ...], value: str) -> None:
+    """Set a variable by the first of its names, unless the user has set it by any of them."""
     if not any(name in environment for name in names):
-        environment[names[0 if is_new else 1]] = value
+        environment[names[0]] = value
 
 
 def set_thread_count(environment: MutableMapping[str, str], world: LaunchEnvironment) -> None:
@@ -127,15 +110,6 @@ def cores_of_rank(environment: Mapping[str, str], world: LaunchEnvironment) -> i
         if per_task or cores < on_node:
             return min(cores, per_task or cores)
     return max(1, cores // world.local_size)
-
-
-@functools.cache
-def _installed_torch() -> str | None:
-    """Return the version of torch; None for a build in place, which has no metadata."""
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return None
 
 
 def check_accelerator(environment: MutableMapping[str, str]) -> None:
