@@ -32,6 +32,7 @@ from models.errors import UserError, reason_of
 from threefold.config.optimization import Batch
 from threefold.config.phases import with_current_names
 from threefold.config.sections import Phase, with_current_keys
+from threefold.pipeline.balance import packed
 from threefold.run_folder.history import NAME, Progress, left_parts_from, step_of
 from threefold.run_folder.json_lines import flush
 
@@ -136,16 +137,7 @@ class TensorFileWriter:
 
 def split_by_size(shapes: Mapping[str, tuple[int, ...]], *, dtype: str) -> list[list[str]]:
     """Split names, in order, into files of at most FILE_BYTES unless one tensor is larger."""
-    files: list[list[str]] = [[]]
-    size = 0
-    for name, shape in shapes.items():
-        own = math.prod(shape) * BYTES[dtype]
-        if files[-1] and size + own > FILE_BYTES:
-            files.append([])
-            size = 0
-        files[-1].append(name)
-        size += own
-    return files
+    return packed(shapes, lambda name: math.prod(shapes[name]) * BYTES[dtype], FILE_BYTES) or [[]]
 
 
 FORMAT = 1

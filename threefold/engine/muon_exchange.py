@@ -15,6 +15,7 @@ from models.parallel.collectives import TensorAxis, wait_for
 from models.sharding import MatrixPart, Sharding, sharding_of
 from threefold.checkpoint.state import Fragment, TrainingState
 from threefold.engine.optimizer import orthogonalize
+from threefold.pipeline.balance import packed
 from threefold.runtime.processes import gathered
 
 # Plan of the exchange that gathers logical matrices from the shards of an optimizer's state.
@@ -164,7 +165,7 @@ def owners_by_round(matrices: Iterable[Matrix], ranks: int) -> list[list[list[Ma
     """
     load = [0] * ranks
     rounds: list[list[list[Matrix]]] = []
-    for together in _filled(matrices, MUON_ROUND_ELEMENTS * ranks):
+    for together in packed(matrices, lambda each: each.elements, MUON_ROUND_ELEMENTS * ranks):
         owned: list[list[Matrix]] = [[] for _ in range(ranks)]
         for matrix in sorted(together, key=lambda each: -each.cost):
             held: Counter[int] = Counter()  # elements of the matrix, by the rank that holds them
@@ -175,20 +176,6 @@ def owners_by_round(matrices: Iterable[Matrix], ranks: int) -> list[list[list[Ma
             load[owner] += matrix.cost
         rounds.append(owned)
     return rounds
-
-
-def _filled(matrices: Iterable[Matrix], elements: int) -> Iterator[list[Matrix]]:
-    """Yield consecutive matrices with at most `elements` elements together, or a single one."""
-    together: list[Matrix] = []
-    size = 0
-    for matrix in matrices:
-        if together and size + matrix.elements > elements:
-            yield together
-            together, size = [], 0
-        together.append(matrix)
-        size += matrix.elements
-    if together:
-        yield together
 
 
 ADAMW_UPDATE_RMS = 0.2  # typical root mean square of AdamW's updates (Moonlight, section 2.2)

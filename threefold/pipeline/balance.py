@@ -1,9 +1,10 @@
 """Division of a model's blocks among the chunks of a pipeline. Arithmetic only."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby, islice, permutations
+from typing import TypeVar
 
 from models.config import ModelConfig
 from models.cost import (
@@ -19,6 +20,8 @@ from threefold.pipeline.schedules import last_stage, stage_and_chunk, virtual_st
 PROPORTION_UNITS = 48
 LOAD_QUANTUM = 0.005  # share of a stage's load below which loads count as the same
 LOAD_DIGITS = 6  # of a chunk's load in blocks that is compared with another one
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,21 @@ def divide_evenly(blocks: int, parts: int) -> tuple[int, ...]:
     """Return the number of blocks of each part; the first parts have one more if need be."""
     fewest, more = divmod(blocks, parts)
     return tuple(fewest + (part < more) for part in range(parts))
+
+
+def packed(items: Iterable[Item], size: Callable[[Item], int], most: int) -> list[list[Item]]:
+    """Divide items, in order, into lists of at most `most` together, unless one item is larger."""
+    lists: list[list[Item]] = []
+    total = 0
+    for item in items:
+        own = size(item)
+        if lists and total + own <= most:
+            lists[-1].append(item)
+            total += own
+        else:
+            lists.append([item])
+            total = own
+    return lists
 
 
 def stage_loads(

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from weakref import ref
 
 import torch
@@ -17,6 +18,7 @@ from models.experts.layer import expert_layers
 from models.kernels import matmul
 from models.parallel.collectives import reduce_scatter_single, wait_for
 from models.parallel.layers import Deferring, ProductGradient, QuantizedGradient, WeightGradient
+from threefold.pipeline.balance import packed
 from threefold.pipeline.schedules import BACKWARD, WEIGHT, Kind
 
 # Sums of buckets over the data ranks; each rank gets the shard that it owns.
@@ -177,7 +179,10 @@ def divide_into_buckets(
     for parameters in chunks:
         for kind in dict.fromkeys(kinds[parameter] for parameter in parameters):
             of_kind = [parameter for parameter in parameters if kinds[parameter] == kind]
-            buckets += _filled(_units(of_kind, units), elements)
+            in_units = packed(
+                _units(of_kind, units), lambda unit: sum(p.numel() for p in unit), elements
+            )
+            buckets += [list(chain(*bucket)) for bucket in in_units]
     return buckets
 
 
@@ -189,21 +194,6 @@ def _units(
     for parameter in parameters:
         joined.setdefault(units.get(parameter, parameter), []).append(parameter)
     yield from joined.values()
-
-
-def _filled(units: Iterable[list[nn.Parameter]], elements: int) -> list[list[nn.Parameter]]:
-    """Join units, from the first to the last, as long as they fit into a bucket."""
-    buckets: list[list[nn.Parameter]] = []
-    size = 0
-    for unit in units:
-        more = sum(parameter.numel() for parameter in unit)
-        if buckets and size + more <= elements:
-            buckets[-1] += unit
-            size += more
-        else:
-            buckets.append(list(unit))
-            size = more
-    return buckets
 
 
 def deferring_parameters(module: nn.Module) -> set[nn.Parameter]:
