@@ -14,8 +14,10 @@ from threefold.pipeline.balance import (
     balance_text,
     divide_blocks,
     divide_evenly,
+    evenly_spaced,
     imbalance,
     layer_costs,
+    packed,
     stage_loads,
 )
 from threefold.pipeline.schedules import FORWARD, SCHEDULES, Pass, Pipeline, stage_and_chunk
@@ -164,3 +166,17 @@ def test_the_costs_of_blocks_are_relative_to_the_last_one() -> None:
     of_all = flops_per_token(model) / 6 - head_multiply_adds(model)
     block = (flops_per_token(without[1]) - flops_per_token(without[0])) / 6
     assert (dense + len(others)) * block == pytest.approx(of_all)
+
+
+def test_numbers_are_spaced_evenly_and_include_both_ends() -> None:
+    assert evenly_spaced(5, 16) == [0, 1, 2, 3, 4]
+    assert evenly_spaced(15, 8) == [0, 2, 4, 6, 8, 10, 12, 14]
+    for count, most in ((64, 16), *((count, 8) for count in range(1, 100))):
+        numbers = evenly_spaced(count, most)
+        assert len(set(numbers)) == len(numbers) == min(count, most)
+        assert (numbers[0], numbers[-1]) == (0, count - 1)
+
+
+def test_items_are_packed_in_order_up_to_a_size() -> None:
+    assert packed([3, 1, 4, 9, 0, 2, 2], int, 4) == [[3, 1], [4], [9], [0, 2, 2]]
+    assert packed([], int, 4) == []

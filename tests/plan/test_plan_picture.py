@@ -18,7 +18,7 @@ from models.errors import UserError
 from threefold.commands import plan
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.config.recipe import Recipe
-from threefold.pipeline.picture import MAX_STAGE_ROWS, evenly_picked, save_figure
+from threefold.pipeline.picture import MAX_STAGE_ROWS, save_figure
 from threefold.plan import catalogue as catalogue_module
 from threefold.plan import pictures
 from threefold.plan.job import Job, Machine, job_of
@@ -124,12 +124,6 @@ def test_numbers_are_inside_their_boxes() -> None:
         )
         assert len(of_row) == 64
         assert all(a[1] <= b[0] for a, b in pairwise(of_row))
-
-
-def test_picked_stages_are_spread_evenly() -> None:
-    assert evenly_picked(5, 16) == [0, 1, 2, 3, 4]
-    picked = evenly_picked(64, 16)
-    assert (len(set(picked)), picked[0], picked[-1]) == (16, 0, 63)
 
 
 def test_a_heat_map_has_the_family_by_nodes(monkeypatch: pytest.MonkeyPatch) -> None:

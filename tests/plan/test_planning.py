@@ -46,7 +46,6 @@ from threefold.plan.calibration.fit import (
     MAX_ROWS,
     Calibration,
     calibrate,
-    evenly_spaced_rows,
     fit_table,
 )
 from threefold.plan.calibration.runs_table import (
@@ -320,13 +319,6 @@ def test_calibration_finds_the_factors_of_a_cluster() -> None:
     assert max(map(abs, errors)) < 0.03
     unfitted = [step_time(j).total / step_time(truth.of(j)).total - 1 for j in jobs]
     assert min(map(abs, unfitted)) > 0.1
-
-
-def test_calibration_takes_at_most_eight_rows_evenly() -> None:
-    assert evenly_spaced_rows(3) == [0, 1, 2]
-    assert evenly_spaced_rows(15) == [0, 2, 4, 6, 8, 10, 12, 14]
-    assert all(len(evenly_spaced_rows(n)) <= MAX_ROWS for n in range(1, 100))
-    assert all({0, n - 1} <= set(evenly_spaced_rows(n)) for n in range(1, 100))
 
 
 @pytest.fixture

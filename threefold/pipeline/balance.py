@@ -144,6 +144,13 @@ def divide_evenly(blocks: int, parts: int) -> tuple[int, ...]:
     return tuple(fewest + (part < more) for part in range(parts))
 
 
+def evenly_spaced(count: int, most: int) -> list[int]:
+    """Return at most `most` (2 or more) numbers of 0 .. count - 1, including both ends."""
+    if count <= most:
+        return list(range(count))
+    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
+
+
 def packed(items: Iterable[Item], size: Callable[[Item], int], most: int) -> list[list[Item]]:
     """Divide items, in order, into lists of at most `most` together, unless one item is larger."""
     lists: list[list[Item]] = []

@@ -15,6 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from models.errors import FULL_DISK_ERRORS, UserError
+from threefold.pipeline.balance import evenly_spaced
 from threefold.pipeline.schedules import BACKWARD, FORWARD, SCHEDULES, WEIGHT, Kind, Pipeline
 from threefold.pipeline.simulation import TimedPass, Timeline, idle_share, pipeline_seconds
 
@@ -69,7 +70,7 @@ def save_figure(figure: Figure, file: Path) -> None:
 
 def comparison(pipeline: Pipeline, predicted: Timeline, measured: Timeline, title: str) -> Figure:
     """Return a figure of the predicted passes above the measured ones, on the same time scale."""
-    stages = evenly_picked(pipeline.stages, MAX_STAGE_ROWS)
+    stages = evenly_spaced(pipeline.stages, MAX_STAGE_ROWS)
     height = 0.5 + 0.24 * max(3, len(stages))
     figure = Figure(figsize=(FIGURE_INCHES, 2 * height + 0.8), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
@@ -100,13 +101,6 @@ def shown_windows(pipeline: Pipeline, passes: Timeline) -> list[Window]:
     if pipeline.micro_batches <= MAX_MICRO_BATCHES_DRAWN or 2 * end > 0.9 * total:
         return [(0.0, total)]
     return [(0.0, end), (total - end, total)]
-
-
-def evenly_picked(count: int, most: int) -> list[int]:
-    """Return at most `most` evenly spaced numbers of 0 .. count - 1, including both ends."""
-    if count <= most:
-        return list(range(count))
-    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
 
 
 def schedule_title(pipeline: Pipeline) -> str:

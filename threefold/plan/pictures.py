@@ -19,13 +19,13 @@ from matplotlib.patches import Patch, Rectangle
 from models.cost import parameter_count
 from models.errors import UserError
 from threefold.config.recipe import Recipe
+from threefold.pipeline.balance import evenly_spaced
 from threefold.pipeline.picture import (
     FIGURE_INCHES,
     MAX_STAGE_ROWS,
     PASSES_POINTS,
     add_legend,
     draw_passes,
-    evenly_picked,
     ink,
     label_passes,
     save_figure,
@@ -53,7 +53,7 @@ def timeline(job: Job, title: str) -> Figure:
     pipeline = pipeline_of(job)
     passes = timeline_of(job)
     windows = shown_windows(pipeline, passes)
-    stages = evenly_picked(pipeline.stages, MAX_STAGE_ROWS)
+    stages = evenly_spaced(pipeline.stages, MAX_STAGE_ROWS)
     height = 0.5 + 0.24 * max(3, len(stages))
     figure = Figure(figsize=(FIGURE_INCHES, height + 3.7), layout="constrained")
     grid = figure.add_gridspec(2, len(windows), height_ratios=[height, 2.6])
@@ -91,7 +91,7 @@ def _summary(job: Job, pipeline: Pipeline, passes: Timeline) -> str:
 def _draw_memory(axes: Axes, job: Job) -> None:
     """Draw a bar for each stage, and a line at the GPU's memory."""
     memory = stage_memory(job)
-    stages = evenly_picked(len(memory), MAX_STAGE_BARS)
+    stages = evenly_spaced(len(memory), MAX_STAGE_BARS)
     limit_gib = job.machine.gpu.memory_gib
     handles = list(_stack(axes, [memory[stage] for stage in stages]))
     axes.axhline(limit_gib, color="#c00000", linestyle="--", linewidth=1.2)
@@ -109,7 +109,7 @@ def _draw_memory(axes: Axes, job: Job) -> None:
     spare = max(0.0, (4 - len(stages)) / 2)
     axes.set_xlim(-0.6 - spare, len(stages) - 0.4 + spare)
     axes.set_ylim(0, 1.12 * max(limit_gib, *totals))
-    labelled = evenly_picked(len(stages), MAX_STAGE_ROWS)
+    labelled = evenly_spaced(len(stages), MAX_STAGE_ROWS)
     axes.set_xticks(labelled, [str(stages[column]) for column in labelled])
     axes.tick_params(labelsize=8)
     axes.set_xlabel("stage", fontsize=9)

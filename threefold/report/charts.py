@@ -16,7 +16,8 @@ from bokeh.models import (
 )
 from bokeh.plotting import figure
 
-from threefold.report.run_record import SYMBOLS, TURNS, Mark, RunRecord, Steps, spread
+from threefold.pipeline.balance import evenly_spaced
+from threefold.report.run_record import SYMBOLS, TURNS, Mark, RunRecord, Steps
 from threefold.report.summaries import PredictedRun, reduced, trend
 from threefold.run_folder.json_lines import AVERAGED, POSITION_LOSSES
 
@@ -444,7 +445,7 @@ def draw_marks(plot: Any, scene: Scene) -> None:
     for index, (run, marks) in enumerate(zip(scene.runs, scene.marks, strict=True)):
         saves = [mark for mark in marks if mark.kind == "save"]
         others = [mark for mark in marks if mark.kind != "save"]
-        chosen = [*spread(saves, MAX_SAVES_ON_CURVE), *others]
+        chosen = [saves[index] for index in evenly_spaced(len(saves), MAX_SAVES_ON_CURVE)] + others
         if not chosen:
             continue
         data: dict[str, Any] = _mark_columns(run, chosen, scene)

@@ -16,6 +16,7 @@ from models.errors import UserError, reason_of, suggestion, why_no_folder
 from threefold.config.loading import is_nested_too_deeply, parse_recipe
 from threefold.config.phases import PhasePlan, with_current_names
 from threefold.config.recipe import Recipe
+from threefold.pipeline.balance import evenly_spaced
 from threefold.run_folder.folder import EVENT_KEYS, METRIC_KEYS
 from threefold.run_folder.history import WallTime, current_event, replay
 from threefold.run_folder.json_lines import LineFile, number, too_large, with_metric_per_position
@@ -446,7 +447,9 @@ def marks_of(events: Iterable[Event]) -> list[Mark]:
     for event in events:
         if (kind := kind_of(event)) is not None:
             by_kind[kind].append(Mark(kind, event["step"], describe(event)))
-    return [mark for marks in by_kind.values() for mark in spread(marks, MAX_MARKS)]
+    return [
+        marks[index] for marks in by_kind.values() for index in evenly_spaced(len(marks), MAX_MARKS)
+    ]
 
 
 def kind_of(event: Event) -> str | None:
@@ -483,14 +486,6 @@ def describe(event: Event) -> str:
         if key not in NO_DETAIL
     ]
     return _cut(", ".join(details))
-
-
-def spread(marks: Sequence[Mark], most: int) -> Sequence[Mark]:
-    """Return at most `most` marks (2 or more), evenly spaced, including the first and the last."""
-    if len(marks) <= most:
-        return marks
-    last = len(marks) - 1
-    return [marks[round(place * last / (most - 1))] for place in range(most)]
 
 
 def _changes(value: Any) -> str:

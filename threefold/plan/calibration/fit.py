@@ -11,6 +11,7 @@ from typing import Any
 
 from models.cost import flops_per_token, parameter_count
 from models.errors import UserError
+from threefold.pipeline.balance import evenly_spaced
 from threefold.plan.calibration.runs_table import MeasuredRow, is_table_of_runs, read_table
 from threefold.plan.job import Job
 from threefold.plan.memory.peak import GIB, context_gib, exceeds_band, fullest_stage
@@ -65,12 +66,6 @@ class Calibration:
 # The expected standard deviation of each factor's logarithm.
 PRIOR_DEVIATION = Calibration(compute=0.1, node_links=0.1, network=0.2, contention=1.0, host=0.1)
 PRIOR_DEVIATION_UNMEASURED = Calibration(2.0, 2.0, 2.0, 2.0, 2.0)
-
-
-def evenly_spaced_rows(count: int) -> list[int]:
-    """Return at most `MAX_ROWS` of `count` indices, including the first and the last one."""
-    chosen = min(count, MAX_ROWS)
-    return sorted({round(k * (count - 1) / max(1, chosen - 1)) for k in range(chosen)})
 
 
 def calibrate(measured: Sequence[tuple[Job, float]]) -> Calibration:
@@ -480,7 +475,7 @@ def fit_table(path: Path | None, gpu: str | None = None) -> Fit:
             f"--calibrate {path}: its runs are on {', '.join(measured_gpus)}, and the plan is for "
             f"{gpu}; use runs on {gpu}, or --gpu {measured_gpus[0]}"
         )
-    chosen = set(evenly_spaced_rows(len(rows)))
+    chosen = set(evenly_spaced(len(rows), MAX_ROWS))
     used = tuple(row for index, row in enumerate(rows) if index in chosen)
     others = [row for index, row in enumerate(rows) if index not in chosen]
     measured = [(row.job, row.measured.step_seconds) for row in used]
