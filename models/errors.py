@@ -100,10 +100,10 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def a_few(names: Sequence[str]) -> str:
+def a_few(names: Sequence[str], *, most: int = MAX_NAMES_IN_MESSAGE, separator: str = ", ") -> str:
     """Return the first names of a list, and the number of the others."""
-    more = len(names) - MAX_NAMES_IN_MESSAGE
-    return ", ".join(names[:MAX_NAMES_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
+    more = len(names) - most
+    return separator.join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def suggestion(name: str, existing: Sequence[str], folder: str = "") -> str:

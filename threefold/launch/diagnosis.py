@@ -7,8 +7,10 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
+from models.errors import a_few
 from threefold.pretrain.preflight.evaluate import MAX_BLAMED_NODES
 from threefold.runtime.exits import (
     BUSY,
@@ -206,10 +208,7 @@ def signal_name(number: int) -> str:
     return names.get(number, f"signal {number}")
 
 
-def shown(texts: Sequence[str], *, separator: str = ", ") -> str:
-    """Return texts for a message, at most MAX_TEXTS_SHOWN of them."""
-    more = len(texts) - MAX_TEXTS_SHOWN
-    return separator.join(texts[:MAX_TEXTS_SHOWN]) + (f" and {more} more" if more > 0 else "")
+shown = partial(a_few, most=MAX_TEXTS_SHOWN)
 
 
 def _few(hosts: Sequence[str]) -> Sequence[str]:

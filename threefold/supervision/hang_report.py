@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from models.errors import a_few
 from models.experts.overlap import running_helper
 from threefold.config.loading import REPOSITORY
 
@@ -216,9 +217,7 @@ def _match(one: LaunchedOperation, other: LaunchedOperation) -> bool:
 
 
 def _list(ranks: Sequence[int], names: Sequence[str]) -> str:
-    more = len(ranks) - MAX_RANKS_OF_A_COLLECTIVE
-    text = ", ".join(names[rank] for rank in ranks[:MAX_RANKS_OF_A_COLLECTIVE])
-    return text + (f" and {more} more" if more > 0 else "")
+    return a_few([names[rank] for rank in ranks], most=MAX_RANKS_OF_A_COLLECTIVE)
 
 
 def _numbers(ranks: Sequence[int]) -> str:
@@ -450,9 +449,8 @@ def describe_hang(statuses: dict[int, RankStatus], names: Sequence[str]) -> str:
     ranks = ranks_behind(statuses, len(names))
     silent = [names[rank] for rank in ranks if rank not in statuses]
     if silent:
-        more = len(silent) - MAX_RANKS_IN_MESSAGE
-        shown = ", ".join(silent[:MAX_RANKS_IN_MESSAGE]) + (f" and {more} more" if more > 0 else "")
         verb = "does" if len(silent) == 1 else "do"
+        shown = a_few(silent, most=MAX_RANKS_IN_MESSAGE)
         who = f"{shown} {verb} not answer: stopped, dead or cut off"
         return f"{who}. {names[first.rank]}: {first}"
     if not ranks:

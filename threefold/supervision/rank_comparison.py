@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.errors import a_few
 from threefold.runtime.processes import gathered
 
 INTEGERS_BY_BYTES = {2: torch.int16, 4: torch.int32}  # bytes of an element -> integer type
@@ -151,6 +152,4 @@ def _factors(first: int, count: int, device: torch.device) -> Tensor:
 def _ranks(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    more = len(ranks) - MAX_RANKS_IN_SIDE
-    shown = ", ".join(map(str, ranks[:MAX_RANKS_IN_SIDE]))
-    return f"ranks {shown}" + (f" and {more} more" if more > 0 else "")
+    return f"ranks {a_few(list(map(str, ranks)), most=MAX_RANKS_IN_SIDE)}"

@@ -24,6 +24,7 @@ from models.errors import UserError
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.engine.axes import ParallelAxes
 from threefold.engine.build import DTYPES
+from threefold.gpus.datasheet import rounded
 from threefold.pretrain.experiment import Experiment, machine_of
 from threefold.pretrain.preflight.evaluate import (
     DATA,
@@ -337,11 +338,6 @@ def _summary(summary: Summary, hosts: Sequence[str]) -> Mapping[str, Any]:
         "host": hosts[summary.rank],
     }
     return facts | ({"planned": rounded(summary.planned)} if summary.planned else {})
-
-
-def rounded(value: float) -> float:
-    """Round to three significant digits, because more are not reproducible."""
-    return float(f"{value:.3g}")
 
 
 def number(value: float) -> str:
