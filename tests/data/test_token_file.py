@@ -60,7 +60,6 @@ def test_we_read_what_megatron_writes(dtype: np.dtype, tmp_path: Path) -> None:
     assert file.read(0, file.count).tolist() == tokens.tolist()
     assert file.read(1000, 1003).tolist() == tokens[1000:1003].tolist()
     assert file.sequences == 2 * DOCUMENTS
-    assert file.documents.tolist() == list(range(0, 2 * DOCUMENTS + 1, 2))
     file.check_index(one_sequence_per_document=False)
     places = [
         (number, place) for number, document in enumerate(theirs) for place in range(len(document))
@@ -74,8 +73,9 @@ def test_we_read_what_megatron_writes(dtype: np.dtype, tmp_path: Path) -> None:
         for stop in range(start + 1, min(start + 100, len(tokens)), 7):
             counted = np.unique(numbers[start:stop], return_counts=True)[1]
             assert file.document_lengths(start, stop) == tuple(counted.tolist())
-    ends = (file.offsets // dtype.itemsize + file.lengths)[1::2]
-    assert ends.tolist() == np.cumsum([len(document) for document in theirs]).tolist()
+    ends = np.cumsum([len(document) for document in theirs]).tolist()
+    ranges = [file.range_of(number) for number in range(file.boundaries - 1)]
+    assert ranges == list(zip([0, *ends], ends, strict=False))
 
 
 def test_windows_span_long_and_empty_documents(tmp_path: Path) -> None:
@@ -97,12 +97,12 @@ def test_a_document_may_have_more_than_2_gib(vocab_size: int, tmp_path: Path) ->
     with (tmp_path / "x.bin").open("wb") as stream:
         stream.truncate((starts[-1] + 2**29) * dtype.itemsize)
     file = TokenFile(tmp_path / "x")
-    assert file.offsets.tolist() == [start * dtype.itemsize for start in starts]
+    assert file.starts(0, file.sequences).tolist() == [*starts, file.count]
     last = starts[-1]
     assert file.documents_of(last - 5, last + 1) == [(1, 2**30 - 2, 2**30), (3, 0, 3), (4, 0, 1)]
     assert file.document_lengths(last - 5, last + 1) == (2, 3, 1)
     theirs = IndexedDataset(str(tmp_path / "x")).index
-    assert theirs.sequence_pointers.tolist() == file.offsets.tolist()
+    assert theirs.sequence_pointers.tolist() == [start * dtype.itemsize for start in starts]
 
 
 def test_a_document_too_long_for_the_index_is_rejected(tmp_path: Path) -> None:

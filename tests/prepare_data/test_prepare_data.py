@@ -11,6 +11,7 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from datetime import datetime
+from itertools import pairwise
 from multiprocessing import get_context, set_forkserver_preload
 from pathlib import Path
 from typing import Any
@@ -211,8 +212,7 @@ def test_documents_begin_as_the_tokenizer_begins_texts(
     for name in ("train", "validation"):
         file = TokenFile(tmp_path / "out" / name)
         tokens = file.read(0, file.count).tolist()
-        starts = (file.offsets // file.dtype.itemsize).tolist()
-        found += [tokens[a:b] for a, b in zip(starts, [*starts[1:], file.count], strict=True)]
+        found += [tokens[a:b] for a, b in pairwise(file.starts(0, file.sequences).tolist())]
         assert manifest["files"][name]["tokens"] == file.count
     expected = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in TEXTS]
     assert sorted(found) == sorted(expected) and {each[0] for each in found} == {300}
@@ -310,8 +310,7 @@ def words(corpus: Path, part: str) -> list[str]:
     """Return the texts of a part, in order, each without its end-of-text token."""
     tokenizer = AutoTokenizer.from_pretrained(corpus / "tokenizer")
     file = TokenFile(corpus / part)
-    ends = np.cumsum(file.lengths)
-    ids = np.split(file.read(0, file.count), ends[:-1])
+    ids = np.split(file.read(0, file.count), file.starts(0, file.sequences)[1:-1])
     return [tokenizer.decode(each, skip_special_tokens=True) for each in ids]
 
 

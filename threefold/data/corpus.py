@@ -243,16 +243,14 @@ def document_starts(recipe: Recipe) -> list[list[int]]:
 
 def _shared_start(file: TokenFile) -> list[int]:
     """Return the first token of documents spread over a file, if all begin with the same one."""
-    count, offsets, documents = file.boundaries - 1, file.offsets, file.documents
+    count = file.boundaries - 1
     if count < 2:
         return []
     chosen = {
         number * (count - 1) // (DOCUMENTS_SAMPLED - 1) for number in range(DOCUMENTS_SAMPLED)
     }
-    # Empty documents at the end begin after the last sequence or token.
-    begun = {int(documents[number]) for number in chosen}.intersection(range(file.sequences))
-    firsts = {int(offsets[sequence]) // file.dtype.itemsize for sequence in begun}
-    firsts.intersection_update(range(file.count))
+    # Empty documents at the end begin after the last token.
+    firsts = {file.range_of(number)[0] for number in chosen}.intersection(range(file.count))
     tokens = {int(file.read(first, first + 1)[0]) for first in firsts}
     return list(tokens) if len(tokens) == 1 else []
 

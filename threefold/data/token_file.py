@@ -154,10 +154,15 @@ class TokenFile:
         self.dtype = np.dtype(TOKEN_TYPES[code])
         self._index_size = HEADER.size + 12 * self.sequences + 8 * self.boundaries
         _check_size(self._index, self._index_size)
-        last = int(self.offsets[-1]) + int(self.lengths[-1]) * self.dtype.itemsize
-        _check_size(file, last if self.sequences else 0)
+        self._index_file, end = PositionedFile(self._index), 0
+        if self.sequences:
+            last = self.sequences - 1
+            length = int(self._entries("<i4", HEADER.size, last, last + 1)[0])
+            address = self._entry(HEADER.size + 4 * self.sequences, last)
+            end = address + length * self.dtype.itemsize
+        _check_size(file, end)
         self.count = file.stat().st_size // self.dtype.itemsize
-        self._file, self._index_file = PositionedFile(file), PositionedFile(self._index)
+        self._file = PositionedFile(file)
 
     @property
     def is_written(self) -> bool:
@@ -318,34 +323,8 @@ class TokenFile:
             f"checksum)"
         )
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """The number of tokens of each sequence, mapped."""
-        return self._column("<i4", HEADER.size, self.sequences)
-
-    @property
-    def offsets(self) -> np.ndarray:
-        """The byte offset of each sequence in the .bin, mapped."""
-        return self._column("<i8", HEADER.size + 4 * self.sequences, self.sequences)
-
-    @property
-    def documents(self) -> np.ndarray:
-        """The first sequence of each document, then the number of sequences, mapped."""
-        return self._column("<i8", HEADER.size + 12 * self.sequences, self.boundaries)
-
-    def _column(self, dtype: str, offset: int, count: int) -> np.ndarray:
-        if not count:
-            return np.zeros(1, dtype)
-        size = self._index.stat().st_size
-        if size < offset + count * np.dtype(dtype).itemsize:  # np.memmap raises a plain ValueError
-            raise self._shorter(size)
-        return np.memmap(self._index, dtype, mode="r", offset=offset, shape=(count,))
-
     def _entries(self, dtype: str, position: int, first: int, after: int) -> np.ndarray:
-        """Read the entries first .. after - 1 of a column that begins at a position of the index.
-
-        Mapping a column takes longer than reading a few of its entries.
-        """
+        """Read the entries first .. after - 1 of a column, given its position in the index."""
         size = np.dtype(dtype).itemsize
         content = self._index_file.read((after - first) * size, position + first * size)
         if len(content) < (after - first) * size:
