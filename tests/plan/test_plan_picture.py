@@ -181,7 +181,7 @@ def test_columns_are_powers_of_two_and_the_users_nodes() -> None:
 def test_pictures_are_written(tmp_path: Path, suffix: str) -> None:
     _, job = load("llama/8b.toml")
     file = tmp_path / f"plan{suffix}"
-    pictures.draw_timeline(job, title="written", file=file)
+    save_figure(pictures.timeline(job, "written"), file)
     start = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}[suffix]
     assert file.read_bytes().startswith(start) and file.stat().st_size > 5000
 
@@ -189,7 +189,7 @@ def test_pictures_are_written(tmp_path: Path, suffix: str) -> None:
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     _, job = load("llama/8b.toml")
     with pytest.raises(UserError, match=r"gone/x\.png cannot be written \(No such file .*; use a"):
-        pictures.draw_timeline(job, title="x", file=tmp_path / "gone" / "x.png")
+        save_figure(pictures.timeline(job, "x"), tmp_path / "gone" / "x.png")
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])

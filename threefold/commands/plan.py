@@ -244,12 +244,13 @@ def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
             "draw; use a valid layout, --top 1 or more nodes"
         )
     # Imported only here: matplotlib takes a second to import, and most plans draw no picture.
-    from threefold.plan import pictures as plan_picture
+    from threefold.pipeline.picture import save_figure
+    from threefold.plan import pictures
 
     if options.timeline:
-        plan_picture.draw_timeline(job, title=recipe.name, file=options.timeline)
+        save_figure(pictures.timeline(job, recipe.name), options.timeline)
     if options.heatmap:
-        plan_picture.draw_heatmap(recipe, job, file=options.heatmap, headroom=options.headroom)
+        save_figure(pictures.heatmap(recipe, job, options.headroom), options.heatmap)
 
 
 def leave_out(problem: str) -> None:
@@ -345,12 +346,13 @@ def compare_tables(options: argparse.Namespace) -> int:
             print(f"plan.py: {line}", file=sys.stderr)
     if options.scatter or options.heatmap:
         # As in `draw`: matplotlib takes a second to import.
+        from threefold.pipeline.picture import save_figure
         from threefold.plan import pictures
 
         if options.scatter:
-            pictures.draw_scatter(results, file=options.scatter)
+            save_figure(pictures.scatter(results), options.scatter)
         if options.heatmap:
-            pictures.draw_heatmaps(results, file=options.heatmap)
+            save_figure(pictures.heatmaps(results), options.heatmap)
     return 0
 
 

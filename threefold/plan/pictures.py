@@ -6,7 +6,6 @@ Both are drawn from the results of `plan.py table`, which `calibration/fit.py` r
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import matplotlib
@@ -28,7 +27,6 @@ from threefold.pipeline.picture import (
     draw_passes,
     ink,
     label_passes,
-    save_figure,
     schedule_title,
     shown_windows,
     three_digits,
@@ -132,29 +130,6 @@ def _stack(axes: Axes, memory: Sequence[StageMemory]) -> Iterator[Patch]:
 
 MIN_LAST_NODES = 512  # the last column of a heat map has at least this many nodes
 HEATMAP_COLOURS = "YlGnBu"
-
-
-def draw_timeline(job: Job, *, title: str, file: Path) -> None:
-    """Write the schedule of a job's pipeline and the memory of its stages.
-
-    Raises:
-        UserError: the file cannot be written, or the schedule does not support this number of
-            micro-batches.
-    """
-    save_figure(timeline(job, title), file)
-
-
-def draw_heatmap(
-    recipe: Recipe, job: Job, *, file: Path, headroom: float = DEFAULT_HEADROOM
-) -> None:
-    """Write a heat map of the best layouts of a recipe's family by number of nodes.
-
-    headroom: share of the GPU memory that the layouts leave free
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    save_figure(heatmap(recipe, job, headroom), file)
 
 
 def heatmap(recipe: Recipe, job: Job, headroom: float = DEFAULT_HEADROOM) -> Figure:
@@ -266,24 +241,6 @@ TABLE_MARKERS = "osD^vPX<>phd*8"
 MAX_LARGE_POINTS = 200  # tables with more rows are drawn with small points
 SLOWER_CHOICE = "#c00000"  # colour of the frame of a layout that is not the measured fastest
 Kind = Literal["measured", "predicted"]
-
-
-def draw_scatter(results: Mapping[str, Mapping[str, Any]], *, file: Path) -> None:
-    """Write a plot of predicted and measured step times, from the results of `plan.py table`.
-
-    Raises:
-        UserError: no row has both times, or the file cannot be written.
-    """
-    save_figure(scatter(results), file)
-
-
-def draw_heatmaps(results: Mapping[str, Mapping[str, Any]], *, file: Path) -> None:
-    """Write heat maps of the measured and the predicted fastest runs.
-
-    Raises:
-        UserError: no row has a measured time, or the file cannot be written.
-    """
-    save_figure(heatmaps(results), file)
 
 
 @dataclass(frozen=True)
