@@ -100,6 +100,9 @@ def test_slurm_expands_its_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     fake.write_text("#!/bin/sh\necho node1\necho node2\n")
     fake.chmod(0o755)
     assert slurm_hosts({"SLURM_JOB_NODELIST": "node[1-2]"}) == ["node1", "node2"]
+    fake.write_text("#!/bin/sh\n")
+    with pytest.raises(UserError, match=r"it printed no host\); use --launcher local"):
+        slurm_hosts({"SLURM_JOB_NODELIST": "node[1-2]"}, remedy="use --launcher local")
     fake.write_text("#!/bin/sh\nexec /bin/sleep 60\n")  # the controller does not answer
     monkeypatch.setattr(hosts, "SECONDS_FOR_SCONTROL", 0.3)
     with pytest.raises(UserError, match="timed out after"):

@@ -107,8 +107,11 @@ def check_slots(slots: Slots, processes: int) -> None:
             )
 
 
-def slurm_hosts(environment: Mapping[str, str]) -> list[str]:
+def slurm_hosts(environment: Mapping[str, str], *, remedy: str = "") -> list[str]:
     """Return the names of the hosts of this Slurm allocation, in Slurm's order.
+
+    Args:
+        remedy: advice for a message; "": that of launch.py
 
     Raises:
         UserError: this is not a Slurm job, or Slurm cannot expand its list of nodes.
@@ -116,25 +119,27 @@ def slurm_hosts(environment: Mapping[str, str]) -> list[str]:
     nodes = environment.get("SLURM_JOB_NODELIST")
     if not nodes:
         raise UserError(
-            "SLURM_JOB_NODELIST is not set, so this is not a Slurm job; use --hostfile FILE, or "
-            "submit the run with slurm/submit.sh"
+            "SLURM_JOB_NODELIST is not set, so this is not a Slurm job; "
+            + (remedy or "use --hostfile FILE, or submit the run with slurm/submit.sh")
         )
     try:
-        shown = subprocess.run(
+        hosts = subprocess.run(
             ["scontrol", "show", "hostnames", nodes],
             capture_output=True,
             encoding="utf-8",
             check=True,
             timeout=SECONDS_FOR_SCONTROL,
-        )
+        ).stdout.split()
+        reason = "it printed no host"
     except (OSError, subprocess.SubprocessError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) else ""
-        reason = (said or str(error)).strip()
+        hosts, reason = [], (said or str(error)).strip()
+    if not hosts:
         raise UserError(
-            f'scontrol show hostnames "{nodes}" failed ({reason}); use --hostfile FILE with the '
-            f"nodes of the job"
-        ) from None
-    return shown.stdout.split()
+            f'scontrol show hostnames "{nodes}" failed ({reason}); '
+            + (remedy or "use --hostfile FILE with the nodes of the job")
+        )
+    return hosts
 
 
 def recipe_on_hosts(

@@ -7,7 +7,6 @@ import secrets
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from models.errors import UserError, reason_of
+from models.errors import UserError
 from threefold.gpus.datasheet import check_device, is_cpu
-from threefold.launch.hosts import read_hostfile
+from threefold.launch.hosts import read_hostfile, slurm_hosts
 from threefold.run_folder.lock import is_running, machine_id
 from threefold.runtime.launchers import random_port, start_ticks
 from threefold.runtime.ranks import Processes, log_file, log_tails, start_interpreters
@@ -131,7 +130,9 @@ class SlurmLauncher:
         if cores := os.environ.get("SLURM_CPUS_PER_TASK"):
             command.insert(1, f"--cpus-per-task={cores}")
         # Because of --relative=0, rank 0 runs on the first node of the allocation.
-        variables = os.environ | {"MASTER_ADDR": first_host(), "MASTER_PORT": str(random_port())}
+        remedy = "use --launcher local, or start the sweep with sbatch"
+        host = slurm_hosts(os.environ, remedy=remedy)[0]
+        variables = os.environ | {"MASTER_ADDR": host, "MASTER_PORT": str(random_port())}
         processes = Processes(local=False)
         processes.start("srun", command, variables, files.launcher_log)
         return processes
@@ -146,26 +147,6 @@ def check_workers(kind: WorkerKind, launcher: WorkerLauncher) -> None:
     launcher.check(kind)
     if os.environ.get("DS_ACCELERATOR") == "cpu":  # all ranks inherit it
         check_device(kind.gpu, "cpu")
-
-
-def first_host() -> str:
-    """Return the first host of this Slurm allocation.
-
-    Raises:
-        UserError: scontrol does not print the hosts.
-    """
-    command = ["scontrol", "show", "hostnames", os.environ.get("SLURM_JOB_NODELIST", "")]
-    try:
-        done = subprocess.run(command, capture_output=True, encoding="utf-8")
-        if done.returncode == 0 and (hosts := done.stdout.split()):
-            return hosts[0]
-        reason = done.stderr.strip() or "it printed nothing"
-    except OSError as error:
-        reason = reason_of(error)
-    raise UserError(
-        f"scontrol does not name the hosts of this allocation ({reason}); use --launcher local, or "
-        f"start the sweep with sbatch"
-    )
 
 
 # The workers, which measure one trial after the other.
