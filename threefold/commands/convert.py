@@ -6,9 +6,8 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tomli_w
 
@@ -65,6 +64,7 @@ def from_hf(options: argparse.Namespace) -> None:
     """Convert a folder of transformers to a checkpoint from which a run can start."""
     from threefold.convert.files import IMPORTED
     from threefold.convert.from_hugging_face import import_model, read_config
+    from threefold.convert.translation import without_defaults
 
     with output(options, options.folder, IMPORTED) as folder:
         model = import_model(options.folder, folder)
@@ -78,7 +78,7 @@ def from_hf(options: argparse.Namespace) -> None:
         f"needs:\n"
     )
     start = {"initial_weights": str(options.output.resolve())}
-    print(tomli_w.dumps({"model": settings(model), "training": start}))
+    print(tomli_w.dumps({"model": without_defaults(model), "training": start}))
 
 
 def import_command(options: argparse.Namespace) -> None:
@@ -224,21 +224,6 @@ def output(
         progress_lines(lambda: f"writing {options.output}"),
     ):
         yield folder
-
-
-def settings(section: Any) -> dict[str, object]:
-    """Return the [model] section of a recipe or a part of it, without keys at their defaults.
-
-    section: a ModelConfig, or the dataclass of a section in it
-    """
-    values = {
-        field.name: (getattr(section, field.name), field.default) for field in fields(section)
-    }
-    return {
-        key: settings(value) if is_dataclass(value) else value
-        for key, (value, default) in values.items()
-        if value is not None and value != default
-    }
 
 
 def parse_command_line(description: str | None = None) -> argparse.Namespace:

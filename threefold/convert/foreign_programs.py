@@ -39,6 +39,7 @@ from threefold.convert.translation import (
     takes,
     unfit,
     vocabulary,
+    without_defaults,
 )
 
 # nanotron.
@@ -339,7 +340,7 @@ def _torchtitan(t: Translation) -> None:
         )
     recipe, changes = SIZES[name, size]
     model = load_recipe(REPOSITORY / "recipes" / f"{recipe}.toml").model
-    plain = _plain(model) | changes | {"sequence_length": t.get("training.seq_len")}
+    plain = without_defaults(model) | changes | {"sequence_length": t.get("training.seq_len")}
     if experts := plain.get("experts"):
         plain["experts"] = {k: v for k, v in experts.items() if k not in ("balance_loss", "z_loss")}
     t.recipe["model"] = {key: value for key, value in plain.items() if value is not None}
@@ -431,19 +432,6 @@ def _torchtitan(t: Translation) -> None:
     t.say("training.mixed_precision_param", DERIVED, f"deepspeed, {t.precision}")
 
 
-def _plain(section: Any) -> dict[str, Any]:
-    """Return a dataclass as a table of TOML, without defaults."""
-    table = {}
-    for key, field in type(section).__dataclass_fields__.items():
-        value = getattr(section, key)
-        if value is not None and value != field.default:
-            nested = hasattr(value, "__dataclass_fields__")
-            table[key] = (
-                _plain(value) if nested else list(value) if isinstance(value, tuple) else value
-            )
-    return table
-
-
 TORCHTITAN = Program(
     name="torchtitan",
     table={
@@ -533,7 +521,7 @@ def _transformers(t: Translation) -> None:
             f"transformers rejects the configuration: {reason_of(error)}; use a model without code "
             f"of its own"
         ) from None
-    model = _plain(imported_config(theirs.to_dict()))
+    model = without_defaults(imported_config(theirs.to_dict()))
     t.recipe["model"] = model
     names = {theirs: ours for sizes in (SIZES_OF_HUB, GPT2_SIZES) for ours, theirs in sizes.items()}
     for key in t.foreign.values:

@@ -9,7 +9,7 @@ reported first, and in the recipe's header.
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -548,3 +548,14 @@ def translate(
     recipe = parse_recipe(work.recipe if deepspeed is None else shipped, f"recipe of {name}")
     lines = sorted(work.lines, key=lambda line: (not line.changes_loss, ORDER.index(line.status)))
     return Translated(recipe, work.recipe, deepspeed, tuple(lines))
+
+
+def without_defaults(section: Any) -> dict[str, Any]:
+    """Return a dataclass as a table of TOML, without keys at their defaults."""
+    table = {}
+    for key in fields(section):
+        value = getattr(section, key.name)
+        if value is not None and value != key.default:
+            plain = list(value) if isinstance(value, tuple) else value
+            table[key.name] = without_defaults(value) if is_dataclass(value) else plain
+    return table
