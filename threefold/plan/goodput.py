@@ -66,11 +66,9 @@ def goodput(interval_seconds: float, costs: FaultCosts, failures_per_day: float)
 
     Args:
         interval_seconds: time of the steps between two saves, above 0
-        failures_per_day: failures of the whole run, at least 0
+        failures_per_day: failures of the whole run, above 0
     """
     period = _period(interval_seconds, costs)
-    if failures_per_day == 0:
-        return Goodput(interval_seconds / period, 0.0, 1 - interval_seconds / period, 0.0)
     rate = failures_per_day / SECONDS_PER_DAY
     up = math.exp(-rate * costs.restart_seconds)  # share of the time outside of restarts
     kept = math.exp(_log_kept(interval_seconds, costs, rate))
@@ -246,11 +244,11 @@ class GoodputCase:
         """Return the goodput with a number of steps between saves."""
         return goodput(steps * self.step_seconds, self.costs, self.failures_per_day)
 
-    def best_every(self) -> int:
-        """Return the number of steps between saves that keeps most of the time."""
+    def best_every(self, costs: FaultCosts) -> int:
+        """Return the number of steps between saves or snapshots that keeps most of the time."""
         return best_interval(
             self.step_seconds,
-            self.costs,
+            costs,
             self.failures_per_day,
             max_steps=self.recipe.training.steps,
         )
@@ -271,19 +269,10 @@ class GoodputCase:
             restarting=up * shares.restarting,
         )
 
-    def best_snapshot_every(self) -> int:
-        """Return the number of steps between snapshots that keeps most of the time."""
-        return best_interval(
-            self.step_seconds,
-            self.snapshots.times,
-            self.failures_per_day,
-            max_steps=self.recipe.training.steps,
-        )
-
 
 def goodput_lines(case: GoodputCase) -> list[str]:
     """Return the lines about the goodput."""
-    costs, every, best = case.costs, case.recipe.checkpoint.every, case.best_every()
+    costs, every, best = case.costs, case.recipe.checkpoint.every, case.best_every(case.costs)
     lines = [
         f"With {case.failures_per_day:g} failures per day (a save pauses the steps for "
         f"{duration(costs.pause_seconds)} and is complete after {duration(costs.write_seconds)}; a "
@@ -297,8 +286,8 @@ def goodput_lines(case: GoodputCase) -> list[str]:
 
 def _snapshot_lines(case: GoodputCase) -> list[str]:
     """Return the lines about snapshots in the memory of the nodes."""
-    costs, times, best = case.snapshots, case.snapshots.times, case.best_snapshot_every()
-    own = case.recipe.checkpoint.snapshot_every
+    costs, times = case.snapshots, case.snapshots.times
+    own, best = case.recipe.checkpoint.snapshot_every, case.best_every(times)
     lines = [
         f"With snapshots in memory (each pauses the steps for {duration(times.pause_seconds)}, is "
         f"complete after {duration(times.write_seconds)}, and lets each node send "
@@ -313,8 +302,11 @@ def _snapshot_lines(case: GoodputCase) -> list[str]:
 
 def goodput_table(case: GoodputCase) -> dict[str, Any]:
     """Return the goodput as a JSON object."""
-    every, best = case.recipe.checkpoint.every, case.best_every()
-    own, best_snapshots = case.recipe.checkpoint.snapshot_every, case.best_snapshot_every()
+    every, best = case.recipe.checkpoint.every, case.best_every(case.costs)
+    own, best_snapshots = (
+        case.recipe.checkpoint.snapshot_every,
+        case.best_every(case.snapshots.times),
+    )
     snapshots: dict[str, Any] = {
         "costs": asdict(case.snapshots.times),
         "memory_bytes_per_node": case.snapshots.memory_bytes,
