@@ -697,10 +697,11 @@ def read_table(path: Path) -> list[MeasuredRow]:
         UserError: the file is not a table, lacks a column, has two of the same name, or has one
             whose name looks misspelt.
     """
-    if missing := missing_columns(path):
-        columns = ", ".join(sorted(missing))
-        raise UserError(f"{path}: missing columns: {columns}; it is not a table of runs")
-    check_column_names(path)
+    columns = columns_of(path)
+    if missing := missing_columns(columns):
+        names = ", ".join(sorted(missing))
+        raise UserError(f"{path}: missing columns: {names}; it is not a table of runs")
+    check_column_names(path, columns)
     return [read_row(cells) for cells in read_cells(path)]
 
 
@@ -736,23 +737,17 @@ def read_cells(path: Path) -> list[dict[str, str]]:
 
 def is_table_of_runs(path: Path) -> bool:
     """Return True if a file has the required columns of a table of runs."""
-    return not missing_columns(path)
+    return not missing_columns(columns_of(path))
 
 
-def missing_columns(path: Path) -> set[str]:
-    """Return the columns that a file lacks to be a table of runs.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    columns = columns_of(path)
+def missing_columns(columns: set[str]) -> set[str]:
+    """Return the columns that a file lacks to be a table of runs."""
     shape = set() if "model" in columns and not SHAPE_COLUMNS & columns else SHAPE_COLUMNS
     return (REQUIRED_COLUMNS | shape) - columns
 
 
-def check_column_names(path: Path) -> None:
+def check_column_names(path: Path, columns: set[str]) -> None:
     """Raise a UserError if a column's name resembles that of a column that the table lacks."""
-    columns = columns_of(path)
     absent = sorted(COLUMNS - columns)
     for name in sorted(columns - COLUMNS - UNREAD_COLUMNS):
         if close := difflib.get_close_matches(name, absent, n=1, cutoff=0.7):
