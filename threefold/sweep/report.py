@@ -65,18 +65,23 @@ class SweepProgress:
     def finish(self, trial: Trial, result: Result) -> str:
         """Record the end of a trial, and return its progress line."""
         self.done.append((trial, result))
-        width = len(str(self.total))
-        seconds = result.median_seconds
-        measured = f"{seconds:9.4f} s" if seconds is not None else f"{'':11}"
-        gib = f"{result.memory_gib:5.1f}" if result.memory_gib is not None else f"{'':5}"
-        line = (
-            f"[{len(self.done):{width}}/{self.total}] {result.outcome:13} {measured} "
-            f"(plan {trial.planned_seconds:.4f})  {gib} GiB (plan {trial.planned_gib:.1f})  "
-            f"{name_of(trial)}, {duration(self._seconds_left())} left"
-        )
+        self.total = max(self.total, len(self.done))
+        number = f"{len(self.done):{len(str(self.total))}}/{self.total}"
+        left = duration(self._seconds_left())
+        line = f"[{number}] {self.describe(trial, result)}, {left} left"
         if result.reason:
             line += f"\n    {result.reason[:MAX_REASON_CHARACTERS]}"
         return line
+
+    def describe(self, trial: Trial, result: Result) -> str:
+        """Return the trial and its result in a line."""
+        seconds = result.median_seconds
+        measured = f"{seconds:9.4f} s" if seconds is not None else f"{'':11}"
+        gib = f"{result.memory_gib:5.1f}" if result.memory_gib is not None else f"{'':5}"
+        return (
+            f"{result.outcome:13} {measured} (plan {trial.planned_seconds:.4f})  "
+            f"{gib} GiB (plan {trial.planned_gib:.1f})  {name_of(trial)}"
+        )
 
     @property
     def seconds(self) -> float:

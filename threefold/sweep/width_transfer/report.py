@@ -7,7 +7,7 @@ from typing import Any
 from typing_extensions import override
 
 from models.errors import counted
-from threefold.sweep.report import MAX_REASON_CHARACTERS, SweepProgress, duration
+from threefold.sweep.report import MAX_REASON_CHARACTERS, SweepProgress
 from threefold.sweep.trial import Result, Trial
 from threefold.sweep.width_transfer.coordinates import CoordinateCheck, Sizes
 from threefold.sweep.width_transfer.learning_rates import (
@@ -25,19 +25,12 @@ class TrainingProgress(SweepProgress):
     """The progress of the trials of a transfer check."""
 
     @override
-    def finish(self, trial: Trial, result: Result) -> str:
+    def describe(self, trial: Trial, result: Result) -> str:
         assert isinstance(trial, TrainingTrial)
-        self.done.append((trial, result))
-        self.total = max(self.total, len(self.done))
-        width = len(str(self.total))
-        line = (
-            f"[{len(self.done):{width}}/{self.total}] {found(result):12} {trial.curve}, "
-            f"learning rate {trial.learning_rate:g}, seed {trial.recipe.seed}, "
-            f"{duration(self._seconds_left())} left"
+        return (
+            f"{found(result):12} {trial.curve}, learning rate {trial.learning_rate:g}, "
+            f"seed {trial.recipe.seed}"
         )
-        if result.reason:
-            line += f"\n    {result.reason[:MAX_REASON_CHARACTERS]}"
-        return line
 
 
 def found(result: Result) -> str:
