@@ -14,10 +14,11 @@ from tests.conftest import changed, small_recipe
 from tests.sweep.sweeps import Sweep
 from tests.sweep.test_table import trial_of
 from threefold.plan.calibration.runs_table import read_table
+from threefold.plan.time.step import TIME_PARTS
 from threefold.sweep import report
 from threefold.sweep.choice import Choice, TrialRequest, choose
 from threefold.sweep.folder import SweepFolder, row_of_result, row_of_trial, table_text
-from threefold.sweep.trial import PARTS, PLANNED_PARTS, Result, Split, Trial, split_of_slowest
+from threefold.sweep.trial import PARTS, Result, Split, Trial, split_of_slowest
 
 SECONDS = dict(zip(PARTS, [0.3, 0.2, 0.02, 0.03, 0.01, 0.1, 0.05, 0.04, 0.007], strict=True))
 
@@ -70,14 +71,14 @@ def test_the_row_has_the_measured_and_the_planned_parts() -> None:
     row = row_of_trial(trial) | row_of_result(trial, result)
     parts = sum(row[f"{part}_s"] for part in PARTS)
     assert parts == pytest.approx(row["step_time_s"], rel=1e-4)
-    planned = sum(row[f"planned_{part}_s"] for part in PLANNED_PARTS)
+    planned = sum(row[f"planned_{part}_s"] for part in TIME_PARTS)
     assert planned == pytest.approx(row["planned_step_s"], rel=1e-4)
     assert row["instrumented_step_s"] == pytest.approx(sum(SECONDS.values()), rel=1e-4)
     plain = row_of_trial(trial) | row_of_result(trial, replace(result, split=None))
     assert set(row) - set(plain) == {
         "instrumented_step_s",
         *(f"{part}_s" for part in PARTS),
-        *(f"planned_{part}_s" for part in PLANNED_PARTS),
+        *(f"planned_{part}_s" for part in TIME_PARTS),
     }
 
 
@@ -106,7 +107,7 @@ def test_the_summary_splits_the_fastest_layout_only() -> None:
     lines = lines_of(*results)
     titles, measured, planned = (line.split() for line in lines[3:6])
     names = titles[3:]
-    every = {*PARTS, *PLANNED_PARTS, "total"}
+    every = {*PARTS, *TIME_PARTS, "total"}
     assert titles[:3] == ["layout", "1,", "s"] and set(names) == every - {"context", "expert"}
     cells = dict(zip(names, measured[1:], strict=True))
     assert measured[0] == "measured" and cells.pop("waiting") == "-"

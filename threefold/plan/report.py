@@ -40,9 +40,8 @@ from threefold.plan.search import (
 )
 from threefold.plan.software import Software
 from threefold.plan.stage_contents import stage_imbalance, stages_text
-from threefold.plan.time.step import StepTime, step_time
+from threefold.plan.time.step import TIME_PARTS, StepTime, step_time
 
-TIME_PARTS = [field.name for field in fields(StepTime) if field.name not in ("forward", "backward")]
 MIN_MICRO_BATCHES_PER_STAGE = 4
 MAX_ROWS_IN_LINE = 8
 MEMORY_PARTS = [field.name for field in fields(StageMemory)]

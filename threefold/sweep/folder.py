@@ -32,6 +32,7 @@ from threefold.config.loading import value_text
 from threefold.plan.calibration.runs_table import EXPERT_COLUMNS, SWITCH_COLUMNS, switch_cells
 from threefold.plan.job import PlannedLayout
 from threefold.plan.report import rates
+from threefold.plan.time.step import TIME_PARTS
 from threefold.prove.shrink import write_corpus
 from threefold.run_folder.json_lines import flush, write_whole
 from threefold.run_folder.lock import FolderInUse, FolderLock
@@ -39,7 +40,6 @@ from threefold.sweep.ranks.controller import WorkersFolder
 from threefold.sweep.trial import (
     FAULTS,
     PARTS,
-    PLANNED_PARTS,
     Rejection,
     Result,
     Split,
@@ -64,7 +64,7 @@ COLUMNS = (
     "planned_step_s", "planned_mem_gb", "mfu_pct", "tokens_s_gpu", "steps", "trial", "recipe",
     *(name for name in SWITCH_COLUMNS if name not in ALWAYS_STATED),
     *(f"{part}_s" for part in PARTS), "instrumented_step_s",
-    *(f"planned_{part}_s" for part in PLANNED_PARTS),
+    *(f"planned_{part}_s" for part in TIME_PARTS),
 )  # fmt: skip
 
 Row = dict[str, Any]

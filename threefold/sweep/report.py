@@ -17,13 +17,13 @@ from threefold.plan.calibration.fit import (
     rank_correlation,
 )
 from threefold.plan.report import layout_line
+from threefold.plan.time.step import TIME_PARTS
 from threefold.sweep.choice import Choice
 from threefold.sweep.folder import SweepFolder, SweepStopped, row_of_result, row_of_trial
 from threefold.sweep.trial import (
     FAULTS,
     OUTCOMES,
     PARTS,
-    PLANNED_PARTS,
     Result,
     Split,
     Trial,
@@ -229,7 +229,7 @@ def split_lines(trial: Trial, split: Split) -> Iterator[str]:
     """
     planned = planned_parts(trial.planned_time)
     used = {"context": trial.job.layout.context > 1, "expert": trial.job.model.experts is not None}
-    every = dict.fromkeys([*PLANNED_PARTS, *PARTS])  # each name once
+    every = dict.fromkeys([*TIME_PARTS, *PARTS])  # each name once
     names = [name for name in every if used.get(name, True)]
     yield "layout 1, s" + "".join(f"{name:>11}" for name in [*names, "total"])
     for title, parts in (("measured", split.parts), ("planned", planned)):

@@ -20,7 +20,7 @@ from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import is_cpu
 from threefold.plan.job import Job, Machine, job_of
 from threefold.plan.memory.peak import GIB, fullest_stage
-from threefold.plan.time.step import StepTime, step_time
+from threefold.plan.time.step import TIME_PARTS, StepTime, step_time
 from threefold.sweep.links.fit import Measurements
 
 # The parts of a measured step, and their comparison with the plan.
@@ -28,10 +28,6 @@ from threefold.sweep.links.fit import Measurements
 SPLIT_STEPS = 3  # instrumented steps of a trial, after the measured ones
 PARTS = (
     "compute", "tensor", "context", "expert", "pipeline", "bubble", "data", "optimizer", "other",
-)  # fmt: skip
-PLANNED_PARTS = (
-    "compute", "tensor", "context", "expert", "pipeline", "bubble", "data", "optimizer",
-    "waiting",
 )  # fmt: skip
 
 PartSeconds = Mapping[str, float]  # part -> seconds
@@ -90,7 +86,7 @@ def split_of_slowest(of_ranks: Sequence[PartSeconds], step_seconds: float) -> Sp
 
 def planned_parts(time: StepTime) -> dict[str, float]:
     """Return the predicted seconds of each part."""
-    return {part: getattr(time, part) for part in PLANNED_PARTS}
+    return {part: getattr(time, part) for part in TIME_PARTS}
 
 
 # A trial and its result.

@@ -1,7 +1,7 @@
 """Predicted seconds of a training step, of its parts and of each pass of its pipeline."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache, reduce
 from math import log2
 from operator import add
@@ -57,6 +57,9 @@ class StepTime:
         spent = self.compute + self.tensor + self.context + self.expert
         spent += self.pipeline + self.bubble
         return spent + self.data + self.optimizer + self.waiting
+
+
+TIME_PARTS = [field.name for field in fields(StepTime) if field.name not in ("forward", "backward")]
 
 
 def step_time(job: Job) -> StepTime:
