@@ -442,7 +442,9 @@ def _resolve_precision(settings: dict[str, Any], review: Review) -> None:
         settings["bf16"] = settings.pop("bfloat16")
         review.readings.append("bfloat16 is read as bf16")
     blocks = {name: settings[name] for name in ("bf16", "fp16") if name in settings}
-    states = {name: block.get("enabled") for name, block in blocks.items() if _is_block(block)}
+    states = {
+        name: block.get("enabled") for name, block in blocks.items() if isinstance(block, dict)
+    }
     for name, state in states.items():
         if state == "auto":
             states[name] = True not in states.values()
@@ -456,7 +458,7 @@ def _resolve_stage(settings: dict[str, Any], review: Review) -> None:
     zero = settings.setdefault("zero_optimization", {})
     if zero == "auto":
         zero = {"stage": "auto"}
-    if not _is_block(zero):
+    if not isinstance(zero, dict):
         return
     stage = zero.get("stage", 0)
     if stage in ("1", "2", "3"):
@@ -474,10 +476,6 @@ def _resolve_stage(settings: dict[str, Any], review: Review) -> None:
     else:
         return
     settings["zero_optimization"] = zero | {"stage": 1}
-
-
-def _is_block(value: Any) -> bool:
-    return isinstance(value, dict)
 
 
 def _check_dependencies(config: dict[str, Any], review: Review) -> None:
