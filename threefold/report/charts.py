@@ -527,9 +527,9 @@ def draw_panel(panel: Panel, scene: Scene) -> tuple[Any, list[Key]]:
     return plot, list(legend.values())
 
 
-def number_text(value: float) -> str:
-    """Format a number with four digits, large ones without an exponent."""
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
+def number_text(value: float, digits: int = 4) -> str:
+    """Format a number with some digits, large ones without an exponent."""
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 
 def count_curves(panels: Sequence[Panel], runs: Sequence[RunRecord]) -> int:

@@ -46,6 +46,7 @@ from threefold.report.charts import (
     dash,
     draw_lanes,
     draw_panel,
+    number_text,
     panels_of,
 )
 from threefold.report.run_record import RunRecord, describe, marks_of
@@ -280,9 +281,7 @@ def _code(run: RunRecord) -> str:
 
 
 def _number(value: float | None, digits: int) -> str:
-    if value is None:
-        return NONE
-    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.{digits}g}"
+    return NONE if value is None else number_text(value, digits)
 
 
 def _count(value: float | None) -> str:
