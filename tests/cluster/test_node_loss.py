@@ -2,7 +2,7 @@
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +53,31 @@ def test_a_run_survives_lost_hosts(
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.fixture
+def submit_elastic(cluster: Cluster, corpus: Path, tmp_path: Path) -> Callable[[int], Job]:
+    """Submit a recipe of some steps for two nodes and a spare one; its run folder is `run`."""
+
+    def submit(steps: int) -> Job:
+        settings = {
+            "name": "elastic",
+            "training": {"steps": steps, "evaluate_every": 0},
+            "checkpoint": {"every": 5},
+            "supervision": {"node_seconds": 3},
+            "cluster": {"nodes": 2, "gpus_per_node": 1, "gpu": "H100", "spare_nodes": 1},
+        }
+        recipe = tmp_path / "recipe.toml"
+        recipe.write_text(tomli_w.dumps(changed(small_recipe(corpus), **settings)))
+        command = f"SBATCH_TIMELIMIT=10 SBATCH_OUTPUT={tmp_path}/job.log slurm/submit.sh --elastic"
+        return Job(cluster, f"{command} {recipe} --run-dir {tmp_path}/run", CPU)
+
+    return submit
+
+
 def test_an_elastic_job_continues_without_a_dead_host(
-    cluster: Cluster, corpus: Path, tmp_path: Path
+    cluster: Cluster, submit_elastic: Callable[[int], Job], tmp_path: Path
 ) -> None:
-    recipe, folder = tmp_path / "recipe.toml", tmp_path / "run"
-    settings = {
-        "name": "elastic",
-        "training": {"steps": 120, "evaluate_every": 0},
-        "checkpoint": {"every": 5},
-        "supervision": {"node_seconds": 3},
-        "cluster": {"nodes": 2, "gpus_per_node": 1, "gpu": "H100", "spare_nodes": 1},
-    }
-    recipe.write_text(tomli_w.dumps(changed(small_recipe(corpus), **settings)))
-    command = f"SBATCH_TIMELIMIT=10 SBATCH_OUTPUT={tmp_path}/job.log slurm/submit.sh --elastic"
-    job = Job(cluster, f"{command} {recipe} --run-dir {folder}", CPU)
+    folder = tmp_path / "run"
+    job = submit_elastic(120)
     wait_for_step(folder, 12)
     assert job.facts()["NumNodes"].startswith("3")
     first = attempts(folder)[0]
@@ -80,6 +91,25 @@ def test_an_elastic_job_continues_without_a_dead_host(
         assert set(second["nodes"]) == {first["nodes"][0], *first["unused"]}
         assert re.match(rf"{victim}: ", second["reason"])
         assert [line["step"] for line in metrics(folder)] == list(range(1, 121))
+    finally:
+        cluster.restart_host(victim)
+        cluster.run(f"scontrol update nodename={victim} state=resume")
+
+
+def test_an_elastic_job_whose_first_host_dies_is_requeued(
+    cluster: Cluster, submit_elastic: Callable[[int], Job], tmp_path: Path
+) -> None:
+    """Slurm removes the host, and with it the batch script, and would leave the job as it is."""
+    folder = tmp_path / "run"
+    job = submit_elastic(60)
+    wait_for_step(folder, 12)
+    victim = job.facts()["BatchHost"]
+    cluster.kill_host(victim)
+    try:
+        facts = job.wait("COMPLETED", "FAILED")
+        assert (facts["JobState"], facts["Restarts"]) == ("COMPLETED", "1"), job.words(facts)
+        assert victim not in attempts(folder)[-1]["nodes"]
+        assert [line["step"] for line in metrics(folder)] == list(range(1, 61))
     finally:
         cluster.restart_host(victim)
         cluster.run(f"scontrol update nodename={victim} state=resume")

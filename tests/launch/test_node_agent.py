@@ -41,12 +41,14 @@ class Agent:
         standby: int = 0,
         script: Path = AGENT,
         begin: bool = True,
+        environment: dict[str, str] | None = None,
     ):
         self.process = subprocess.Popen(
             [sys.executable, str(script), run, str(silence), str(stop), str(standby), ""],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
+            env=os.environ | (environment or {}),
         )
         self.ranks: list[psutil.Process] = []
         self.early: list[dict[str, Any]] = []  # reports of ranks that ended while others started
@@ -275,3 +277,60 @@ def test_a_new_agent_ends_what_an_earlier_one_has_left(agents: list[Agent]) -> N
     wait_for_end([*ranks, earlier.process.pid])
     assert is_alive(others[0])
     assert is_alive(other.process.pid)
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "variables", "requeued"),
+    [
+        ("dead", "lost", {}, True),
+        ("alive", "lost", {}, False),  # the batch script decides
+        ("dead", "lost", {"REQUEUE": "no"}, False),
+        ("dead", "lost", {"ELASTIC": "no"}, False),
+        ("dead", "end", {}, False),
+        ("dead", "stop", {}, False),
+        ("dead", "SIGTERM", {}, False),  # from Slurm, which ends the job
+    ],
+)
+def test_an_elastic_job_whose_first_node_has_died_is_requeued(
+    first: str,
+    last: str,
+    variables: dict[str, str],
+    requeued: bool,
+    agents: list[Agent],
+    tmp_path: Path,
+) -> None:
+    on_first = ":" if first == "dead" else "echo 7"
+    (tmp_path / "squeue").write_text(
+        f'#!/bin/sh\necho "$*" >>"{tmp_path}/asked"\n'
+        f'case "$*" in *=%B) echo node1;; *) {on_first} ;; esac\n'
+    )
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$*" >>"{tmp_path}/requeued"\n')
+    for stub in ("squeue", "scontrol"):
+        (tmp_path / stub).chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job = {"ELASTIC": "yes", "SLURM_JOB_ID": "7"}
+    agents.append(agent := Agent(environment=path | job | variables))
+    ranks = agent.start(SLEEP)
+    if last == "end":
+        agent.send({"do": "end"})
+    elif last == "stop":
+        agent.send({"do": "signal", "number": int(signal.SIGTERM)})
+    elif last == "SIGTERM":
+        agent.process.terminate()
+        agent.process.wait(30)
+    assert agent.process.stdin
+    agent.process.stdin.close()
+    wait_for_end(ranks)
+    if first == "alive":
+        deadline = time.monotonic() + 30
+        while (
+            not (tmp_path / "asked").exists()
+            or "nodelist=node1" not in (tmp_path / "asked").read_text()
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        agent.process.terminate()  # as Slurm does at the end of the job
+    agent.process.wait(30)
+    assert (tmp_path / "requeued").exists() == requeued
+    if requeued:
+        assert (tmp_path / "requeued").read_text() == "requeue 7\n"

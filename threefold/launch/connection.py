@@ -245,6 +245,7 @@ class Connections:
         for stream in (process.stdout, process.stderr):
             with contextlib.suppress(KeyError):  # its end has been seen
                 self._selector.unregister(stream)
+        agent.send({"do": "end"})
         with agent.lock, contextlib.suppress(OSError):  # the heartbeats' thread may be writing
             process.stdin.close()
         for stream in (process.stdout, process.stderr):
@@ -258,6 +259,7 @@ class Connections:
         self._closed.set()
         for agent in self.agents.values():
             assert agent.process.stdin
+            agent.send({"do": "end"})
             with agent.lock, contextlib.suppress(OSError):
                 agent.process.stdin.close()
         deadline = time.monotonic() + seconds

@@ -9,6 +9,7 @@ object per line. The ranks write to its standard error.
      "ranks": [{"RANK": "0", "LOCAL_RANK": "0"}, ...], "servers": [...]}
     {"do": "signal", "number": 15}     signal to all ranks
     {"do": "kill"}                     SIGKILL to all ranks and their children
+    {"do": "end"}                      launch.py closes the connection, and has not died
     {"do": "beat"}                     -> {"is": "beat"}
     {"do": "look"}                     -> {"is": "gpus", "answer": true, "errors": [[TEXT, SEVERE]]}
                                        -> {"is": "here", "host": "node1", "boot": "ID",
@@ -22,8 +23,9 @@ at which ssh has reached it. While a command takes long, for example because the
 not answer, the agent reports "beat" by itself.
 
 If commands stop coming (launch.py or the network is gone), the agent asks its ranks to save and
-stop, kills them if they do not end, and ends itself. Only the standard library is imported, so that
-an agent starts in a few milliseconds.
+stop, kills them if they do not end, and ends itself. In an elastic Slurm job whose first node, and
+with it launch.py, has died, it requeues the job before. Only the standard library is imported, so
+that an agent starts in a few milliseconds.
 
     python threefold/launch/node_agent.py RUN SECONDS_OF_SILENCE SECONDS_TO_STOP STANDBY SNAPSHOTS
 
@@ -47,6 +49,7 @@ if __name__ == "__main__":  # import from the repository's root, not from threef
 import contextlib
 import json
 import math
+import random
 import select
 import selectors
 import shutil
@@ -265,6 +268,57 @@ class ServerProcess:
             self.process.wait(SECONDS_TO_DELETE)
 
 
+# The end of an elastic Slurm job whose first node, with the batch script and launch.py, has died.
+#
+# Because of --no-kill, Slurm leaves such a job in the state RUNNING without any process.
+
+SECONDS_BETWEEN_QUESTIONS = 15.0  # to Slurm; the time varies, because all agents ask
+SECONDS_FOR_SLURM = 1800.0  # to notice that a node is dead: SlurmdTimeout, by default 300
+SECONDS_FOR_ANSWER = 60.0
+
+
+def requeues(environment: Mapping[str, str]) -> bool:
+    """Return True if this is an elastic Slurm job that may be requeued."""
+    elastic = environment.get("ELASTIC") == "yes" and environment.get("REQUEUE", "yes") == "yes"
+    return elastic and bool(environment.get("SLURM_JOB_ID"))
+
+
+def requeue_without_batch_host(job: str) -> None:
+    """Wait until Slurm has removed the node of the batch script from a job, and requeue the job.
+
+    If that node is alive, the batch script decides about the job, and this process ends with it.
+    """
+    deadline = time.monotonic() + SECONDS_FOR_SLURM
+    with contextlib.suppress(OSError):  # in a container without Slurm's programs
+        while time.monotonic() < deadline:
+            host = answer("squeue", "--noheader", f"--jobs={job}", "--format=%B")
+            if host:
+                nodes = f"--nodelist={host}"
+                if answer("squeue", "--noheader", f"--jobs={job}", nodes, "--format=%i") == "":
+                    subprocess.run(["scontrol", "requeue", job], stdin=subprocess.DEVNULL)
+                    return
+            time.sleep(SECONDS_BETWEEN_QUESTIONS * random.uniform(0.5, 1.5))
+
+
+def answer(*command: str) -> str | None:
+    """Return the output of a command of Slurm; None if it fails.
+
+    Raises:
+        OSError: there is no such command.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS_FOR_ANSWER,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    return None if done.returncode else done.stdout.strip()
+
+
 SECONDS_BETWEEN_CHECKS = 0.5
 SECONDS_BETWEEN_BEATS = 1.0  # while a command takes long
 MAX_SECONDS_BUSY = 1800.0  # after which the node counts as lost
@@ -297,6 +351,7 @@ class NodeAgent:
         self.server: ServerProcess | None = None  # of snapshots, from "begin" on
         self.attempt = 0
         self.stopping = False  # the ranks have been asked to save and stop
+        self.is_ordered = False  # launch.py has announced its end, or was asked to stop
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
         self.gpus = GpuWatch()
         self._heard_at = time.monotonic()
@@ -306,7 +361,7 @@ class NodeAgent:
 
     def run(self) -> NoReturn:
         """Carry out commands until the input ends, or none has come for too long."""
-        signal.signal(signal.SIGTERM, lambda *_: self.leave())
+        signal.signal(signal.SIGTERM, lambda *_: self.leave(requeue=False))
         for ignored in (signal.SIGINT, signal.SIGHUP):  # of a terminal; launch.py decides
             signal.signal(ignored, signal.SIG_IGN)
         children, child_ended = os.pipe()
@@ -389,9 +444,12 @@ class NodeAgent:
         elif kind == "start":
             self.start(command)
         elif kind == "signal":
+            self.is_ordered |= command["number"] == signal.SIGTERM  # SIGUSR1: to restart
             self.signal(command["number"])
         elif kind == "kill":
             self.kill()
+        elif kind == "end":
+            self.is_ordered = True
 
     def start(self, command: dict[str, Any]) -> None:
         """Start the ranks of an attempt, each in a process group of its own."""
@@ -449,8 +507,12 @@ class NodeAgent:
         for process in self.ranks.values():
             kill_group(process.pid)
 
-    def leave(self) -> NoReturn:
-        """Ask the ranks to save and stop, kill those that do not, and end this process."""
+    def leave(self, *, requeue: bool = True) -> NoReturn:
+        """Ask the ranks to save and stop, kill those that do not, and end this process.
+
+        requeue: requeue an elastic Slurm job if its first node has died, unless launch.py has ended
+            in order
+        """
         self._busy_since = math.inf
         self.standby.kill()
         self.gpus.stop()
@@ -461,6 +523,9 @@ class NodeAgent:
         self.kill()
         if self.server:
             self.server.end()
+        if requeue and not self.is_ordered and requeues(os.environ):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of Slurm, which ends the job
+            requeue_without_batch_host(os.environ["SLURM_JOB_ID"])
         os._exit(0)
 
     def report(self, report: dict[str, Any]) -> None:
