@@ -76,9 +76,16 @@ command -v sbatch >/dev/null || fail "sbatch is not on PATH; run this on a login
 if [ "${#elastic[@]}" -gt 0 ]; then
   export ELASTIC=yes
 fi
+# Some clusters set SBATCH_EXPORT=NONE, and the job would not get ELASTIC, REQUEUE, RESUME_ONCE,
+# RANK_LOGS and CONTAINER.
+case ",${SBATCH_EXPORT:-NONE}," in
+  ,NONE, | ,NIL,) exported=ALL ;;
+  *,ALL,*) exported=$SBATCH_EXPORT ;;
+  *) exported=ALL,$SBATCH_EXPORT ;;
+esac
 if [ "$jobs" -eq 1 ]; then
   # shellcheck disable=SC2086 # several options, none with a space
-  exec sbatch $options slurm/pretrain.slurm "$@"
+  exec sbatch $options "--export=$exported" slurm/pretrain.slurm "$@"
 fi
 # All jobs have the same name, and `singleton` lets Slurm run one job of a name at a time. Only the
 # first job to start applies --resume; the others resume from the newest checkpoint.
@@ -86,5 +93,5 @@ RESUME_ONCE=chain-$(date +%s)-$$
 export RESUME_ONCE REQUEUE=no
 for _ in $(seq "$jobs"); do
   # shellcheck disable=SC2086 # several options, none with a space
-  sbatch $options --no-requeue --dependency=singleton slurm/pretrain.slurm "$@"
+  sbatch $options "--export=$exported" --no-requeue --dependency=singleton slurm/pretrain.slurm "$@"
 done

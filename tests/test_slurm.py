@@ -303,7 +303,8 @@ def test_one_command_submits_a_recipe(submit: Submit, recipe: Path, tmp_path: Pa
     done = submit(recipe, "--set", steps, "--run-dir", "a b")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == "Submitted batch job 7\n"
-    call = f"{OPTIONS_OF_RECIPE} slurm/pretrain.slurm {recipe} --set {steps} --run-dir a b"
+    call = f"{OPTIONS_OF_RECIPE} --export=ALL slurm/pretrain.slurm {recipe} --set {steps}"
+    call += " --run-dir a b"
     assert submitted(tmp_path) == [f"{call} REQUEUE= RESUME_ONCE="]
     fewer = submit("--jobs", "1", recipe, "--set", "cluster.nodes=2")
     assert fewer.returncode == 0
@@ -312,6 +313,41 @@ def test_one_command_submits_a_recipe(submit: Submit, recipe: Path, tmp_path: Pa
     none = submit(recipe, "--resume", "runs/none")  # it may exist when the job starts
     assert none.returncode == 0 and len(submitted(tmp_path)) == 1
     assert none.stderr.startswith("warning: --resume runs/none: the path is not a checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("setting", "exported"),
+    [("NONE", "ALL"), ("NIL", "ALL"), ("A=1", "ALL,A=1"), ("ALL,A=1", "ALL,A=1")],
+)
+def test_the_variables_of_a_job_arrive(
+    setting: str, exported: str, submit: Submit, recipe: Path, tmp_path: Path
+) -> None:
+    """SBATCH_EXPORT=NONE is the default of some clusters."""
+    for words in ([], ["--jobs", "2"]):
+        done = submit(*words, recipe, SBATCH_EXPORT=setting)
+        assert done.returncode == 0, done.stderr
+        assert all(f" --export={exported} " in line for line in submitted(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["pretrain", "sweep", "prepare_data"])
+def test_srun_passes_on_the_variables_of_a_script(name: str, tmp_path: Path) -> None:
+    """Slurm sets SLURM_EXPORT_ENV in a job that was submitted with SBATCH_EXPORT=NONE."""
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "export ${SLURM_EXPORT_ENV-unset}"\n')
+    (tmp_path / "srun").write_text(python.read_text())
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho node1\n")
+    for stub in (python, tmp_path / "srun", tmp_path / "scontrol"):
+        stub.chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "SLURM_CPUS_PER_TASK": "8"}
+    job |= {"SLURM_JOB_NUM_NODES": "1", "SLURM_EXPORT_ENV": "NONE"}
+    done = subprocess.run(
+        ["bash", REPOSITORY / "slurm" / f"{name}.slurm", "recipe.toml"],
+        env=job | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "export unset\n", done.stderr
 
 
 def test_one_command_submits_jobs_that_follow_each_other(
@@ -323,7 +359,7 @@ def test_one_command_submits_jobs_that_follow_each_other(
         assert done.returncode == 0 and done.stdout.count("Submitted") == 3, done.stderr
         assert done.stderr == ""
         lines = submitted(tmp_path)
-        options = f"{OPTIONS_OF_RECIPE} --no-requeue --dependency=singleton"
+        options = f"{OPTIONS_OF_RECIPE} --export=ALL --no-requeue --dependency=singleton"
         call = f"{options} slurm/pretrain.slurm {recipe} --resume never REQUEUE=no RESUME_ONCE="
         assert len(lines) == 3 and len(set(lines)) == 1 and lines[0].startswith(f"{call}chain-")
         names.add(lines[0])

@@ -45,6 +45,11 @@ def test_srun_does_not_pass_on_the_address_of_the_login_node(
     assert subprocess.check_output(command, text=True) == "unset x\n"
 
 
+def test_an_agent_gets_the_variables_of_a_job_submitted_without_them() -> None:
+    command = over_srun("node1", ["true"])
+    assert "--export=ALL" in command[: command.index("env")]
+
+
 def test_the_arguments_of_an_agent_name_its_folder_of_snapshots() -> None:
     settings = AgentSettings(
         run="f00d", silence_seconds=10, stop_seconds=300.5, standby=8, snapshots="/dev/shm/x"
@@ -99,3 +104,13 @@ def test_an_error_that_repeats_is_printed_once(capfd: pytest.CaptureFixture[str]
     first = "launch.py: no connection to node2: No such file or directory"
     assert capfd.readouterr().err.splitlines() == [first, same.replace("1", "2") + " 2"]
     connections.close_all(0)
+
+
+def test_an_agent_is_told_that_launch_py_ends_in_order(tmp_path: Path) -> None:
+    settings = AgentSettings(run="", silence_seconds=10, stop_seconds=10, standby=0)
+    connections = Connections(
+        lambda host, command: ["sh", "-c", f"cat >{tmp_path}/{host}"], settings, variables={}
+    )
+    connections.open("node1")
+    connections.close_all(30)
+    assert (tmp_path / "node1").read_text().endswith('{"do": "end"}\n')

@@ -2,8 +2,11 @@
 
 import gc
 import json
+import os
 import random
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -18,14 +21,16 @@ from models.errors import UserError
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
 from tests.sweep.sweeps import Sweep
-from threefold.config.loading import DEFAULT_RECIPE, load_recipe
+from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.sweep.choice import TrialRequest, choose
 from threefold.sweep.folder import SweepFolder
 from threefold.sweep.links.timing import measure_links
 from threefold.sweep.ranks import worker
+from threefold.sweep.ranks.controller import SlurmLauncher, rank_settings
+from threefold.sweep.ranks.protocol import START, WorkerFiles, read_message
 from threefold.sweep.ranks.rank import outcome_of
-from threefold.sweep.trial import Trial
+from threefold.sweep.trial import Trial, WorkerKind
 
 OUTCOMES = {  # fault -> outcome
     "out_of_memory": "out_of_memory",
@@ -248,3 +253,42 @@ def test_a_trial_costs_little_beyond_its_steps(tmp_path: Path) -> None:
     done = sweep.run(seconds=SECONDS_OF_A_SWEEP)
     overhead = float(re.search(r"([\d.]+) s of overhead per trial", done.stdout)[1])
     assert overhead < MAX_OVERHEAD_SECONDS, done.stdout
+
+
+TWO_NODES = WorkerKind(nodes=2, gpus_per_node=1, gpu="cpu", deterministic=False, pipelined=False)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> WorkerFiles:
+    files = WorkerFiles(tmp_path / "workers")
+    files.create(rank_settings(TWO_NODES), TWO_NODES.size)
+    files.heartbeat.touch()
+    return files
+
+
+def test_srun_passes_on_the_address_although_the_job_exports_nothing(
+    files: WorkerFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """srun obeys SLURM_EXPORT_ENV=NONE unless it gets the option."""
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$MASTER_ADDR $*"\n')
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho node7\n")
+    for stub in ("srun", "scontrol"):
+        (tmp_path / stub).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    processes = SlurmLauncher(Path("sweep.py")).start(files, TWO_NODES)
+    processes.wait(30)
+    words = files.launcher_log.read_text().split()
+    assert words[0] == "node7" and "--export=ALL" in words[: words.index(sys.executable)]
+
+
+def test_a_rank_without_an_address_fails_at_once(files: WorkerFiles) -> None:
+    variables = {name: text for name, text in os.environ.items() if name != "MASTER_ADDR"}
+    command = [sys.executable, REPOSITORY / "recipes" / "sweep.py", "--rank-of", files.folder]
+    with subprocess.Popen(command, env=variables | {"RANK": "1", "WORLD_SIZE": "2"}) as rank:
+        deadline = time.monotonic() + 60
+        while read_message(files.failed, START) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        rank.kill()
+    message = read_message(files.failure(1), START)
+    assert message and message["outcome"] == "rejected"
+    assert message["reason"].startswith("MASTER_ADDR is not set")

@@ -20,8 +20,9 @@ SECONDS_BETWEEN_BEATS = 1.0
 SECONDS_PER_POLL = 0.1
 SSH = ("ssh", "-oBatchMode=yes", "-oStrictHostKeyChecking=accept-new", "-oConnectTimeout=5")
 # A step gets one core, unless it asks for more; the ranks divide all cores that the job has there.
+# --export=ALL: the job may have been submitted with SBATCH_EXPORT=NONE.
 SRUN = ("srun", "--overlap", "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--mem=0",
-        "--cpu-bind=none", "--kill-on-bad-exit=0", "--quiet")  # fmt: skip
+        "--cpu-bind=none", "--kill-on-bad-exit=0", "--quiet", "--export=ALL")  # fmt: skip
 
 MAX_CONNECTING = 64  # nodes that are being connected to at the same time
 Connect = Callable[[str, Sequence[str]], list[str]]  # (host, command) -> command that runs it there

@@ -93,6 +93,18 @@ def set_thread_count(environment: MutableMapping[str, str], world: LaunchEnviron
     environment.setdefault("OMP_NUM_THREADS", str(cores_of_rank(environment, world)))
 
 
+def check_address(environment: Mapping[str, str], world: LaunchEnvironment) -> None:
+    """Check that several ranks know where they meet.
+
+    Raises:
+        UserError: MASTER_ADDR is missing.
+    """
+    if world.size > 1 and not environment.get("MASTER_ADDR"):
+        raise UserError(
+            "MASTER_ADDR is not set, so the ranks cannot meet; use the name of the first node"
+        )
+
+
 def cores_of_rank(environment: Mapping[str, str], world: LaunchEnvironment) -> int:
     """Return the number of cores for the threads of a rank.
 

@@ -29,6 +29,7 @@ from models.parallel.collectives import create_host_groups
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.gpus.datasheet import is_cpu
 from threefold.runtime.environment import (
+    check_address,
     check_workspace,
     cores_of_rank,
     set_flight_recorder,
@@ -219,10 +220,7 @@ def check_machine(
         )
     if would_compile(compile):
         check_compile_cache()
-    if world.size > 1 and not os.environ.get("MASTER_ADDR"):
-        raise UserError(
-            "MASTER_ADDR is not set, so the ranks cannot meet; use the name of the first node"
-        )
+    check_address(os.environ, world)
     check_port(os.environ.get("MASTER_PORT"))
 
 

@@ -124,7 +124,8 @@ class SlurmLauncher:
         command = [
             *("srun", f"--nodes={kind.nodes}", f"--ntasks={kind.size}"),
             *(f"--ntasks-per-node={kind.gpus_per_node}", "--distribution=block", "--relative=0"),
-            *("--kill-on-bad-exit=0", "--overlap"),
+            # --export=ALL: the job may have been submitted with SBATCH_EXPORT=NONE.
+            *("--kill-on-bad-exit=0", "--overlap", "--export=ALL"),
             *(sys.executable, str(self.program), "--rank-of", str(files.folder)),
         ]
         if cores := os.environ.get("SLURM_CPUS_PER_TASK"):

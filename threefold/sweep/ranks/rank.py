@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from models.errors import UserError
 from threefold.config.parallel_dims import LaunchEnvironment
-from threefold.runtime.environment import set_torch_variables
+from threefold.runtime.environment import check_address, set_torch_variables
 from threefold.runtime.ranks import log_file
 from threefold.sweep.ranks.protocol import (
     START,
@@ -44,6 +44,7 @@ def run_rank(folder: Path) -> NoReturn:
     watch = RankWatch(files)
     watch.start()
     try:
+        check_address(os.environ, world)  # the group would wait for minutes
         from threefold.sweep.ranks.worker import serve  # torch reads its variables only once
 
         serve(files, world, watch, deterministic=settings["deterministic"])
