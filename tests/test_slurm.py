@@ -181,6 +181,20 @@ def test_a_job_of_1024_nodes_starts(
         assert (done.returncode, done.stdout, done.stderr) == (0, f"master {names[0]}\n", "")
 
 
+def test_a_requeued_job_uses_another_port(
+    start_job: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """The first port may be in use. Jobs with similar numbers have their own ports, too."""
+    (tmp_path / "srun").write_text('#!/bin/sh\necho "$MASTER_PORT"\n')
+    ports = {
+        int(start_job("node1\n", SLURM_JOB_ID=job, SLURM_RESTART_COUNT=count).stdout)
+        for job in ("9999", "10000", "10001")
+        for count in ("0", "1", "2")
+    }
+    assert len(ports) == 9 and min(ports) >= 20000 and max(ports) < 30000
+    assert start_job("node1\n", SLURM_JOB_ID="12345").stdout == "22345\n"
+
+
 def test_a_job_without_hosts_is_reported(
     start_job: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:

@@ -15,6 +15,7 @@ from tests.ranks import join_world, run_ranks, start_ranks
 from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import BUSY
 from threefold.runtime.launchers import free_port
+from threefold.runtime.processes import port_advice
 
 # Rank 0 of two ranks; the other one is not needed, because rank 0 ends first.
 RANK_0 = """
@@ -60,6 +61,14 @@ def test_a_busy_port_is_one_line_with_a_free_port(
     assert found, line
     assert (int(found[1]) == busy_port) == bool(options)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_slurm_job_gets_another_port_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("threefold.runtime.processes.launchers_of", lambda pid: [])
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    advice = port_advice(31353)
+    assert "another port when the job is requeued; if it is not requeued, submit it again" in advice
+    assert "In a script of your own, set MASTER_PORT=31353" in advice
 
 
 def test_a_folder_in_use_is_reported_before_a_port_that_the_same_run_uses(

@@ -316,7 +316,7 @@ def start_processes(
             raise
         raise PortInUse(
             f"MASTER_PORT = {os.environ['MASTER_PORT']} is used by another process on this node, "
-            f"perhaps by another run; use a free port: {port_option(free_port())}"
+            f"perhaps by another run; {port_advice(free_port())}"
         ) from None
     limit, c10d = collective_timeout(patience_seconds), dist.distributed_c10d
     c10d._set_pg_timeout(limit)
@@ -324,11 +324,19 @@ def start_processes(
     c10d.default_pg_timeout = c10d.default_pg_nccl_timeout = limit
 
 
-def port_option(port: int) -> str:
-    """Return the setting that makes the ranks meet at a port, as their launcher needs it."""
+def port_advice(port: int) -> str:
+    """Return how the ranks meet at another port, which depends on their launcher.
+
+    port: a free port
+    """
     if launchers_of(os.getpid()):
-        return f"deepspeed --master_port {port}"
-    return f"MASTER_PORT={port} in the environment"
+        return f"use a free port: deepspeed --master_port {port}"
+    if "SLURM_JOB_ID" in os.environ:
+        return (
+            f"slurm/pretrain.slurm uses another port when the job is requeued; if it is not "
+            f"requeued, submit it again. In a script of your own, set MASTER_PORT={port}"
+        )
+    return f"use a free port: MASTER_PORT={port} in the environment"
 
 
 def collective_timeout(patience_seconds: int | None) -> timedelta:
