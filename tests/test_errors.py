@@ -4,6 +4,8 @@ import ast
 import functools
 import importlib
 import json
+import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +22,7 @@ from tests.ranks import start_ranks
 from threefold.commands import launch, report
 from threefold.config import optimization
 from threefold.config.loading import REPOSITORY, parse_recipe
+from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.recipe import Recipe
 from threefold.pretrain import experiment
 from threefold.prove import layouts
@@ -465,6 +468,27 @@ def test_a_defect_drops_no_layout_from_a_proof(
     with pytest.raises(ValueError, match="a layout of tensor = 2") as raised:
         layouts.valid_cases(recipe, ranks=2, micro_sequences=[1])
     assert raised.type is ValueError
+
+
+@pytest.mark.parametrize(
+    ("world", "who"),
+    [
+        (LaunchEnvironment(rank=1, size=2, local_size=1), f"rank 1 ({socket.gethostname()}): "),
+        (LaunchEnvironment(rank=1, size=2, local_size=2), "rank 1: "),
+        (LaunchEnvironment(rank=0, size=2, local_size=1), ""),
+    ],
+)
+def test_a_rank_on_one_of_several_hosts_names_its_host(
+    world: LaunchEnvironment,
+    who: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(experiment, "exit_now", sys.exit)
+    monkeypatch.setattr(experiment, "SECONDS_FOR_RANK_0_TO_SPEAK", 0)
+    with pytest.raises(SystemExit), experiment.exit_on_user_error(world, "x.toml"):
+        raise UserError("no such corpus")
+    assert capsys.readouterr().err == f"pretrain.py: {who}x.toml: no such corpus\n"
 
 
 TOGETHER = """

@@ -195,6 +195,29 @@ def test_a_requeued_job_uses_another_port(
     assert start_job("node1\n", SLURM_JOB_ID="12345").stdout == "22345\n"
 
 
+@pytest.mark.parametrize(("first", "code"), [("2 node3", 2), ("6 node3", 6), (None, 137)])
+def test_the_job_ends_with_the_code_of_the_first_rank_that_failed(
+    first: str | None,
+    code: int,
+    start_job: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+) -> None:
+    """srun kills the other ranks after a while, and then returns the code of the kill."""
+    record = f'echo "{first}" >"$THREEFOLD_FIRST_FAILURE"\n' if first else ""
+    (tmp_path / "srun").write_text(f"#!/bin/sh\n{record}exit 137\n")
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$1 $2"\nexit 1\n')
+    python.chmod(0o755)
+    (tmp_path / ".cache").mkdir()
+    (tmp_path / ".cache" / "first-failure-7").write_text("4 node1\n")  # of the job's earlier start
+    done = start_job("node1\n")
+    assert (done.returncode, done.stdout) == (code, f"slurm/attempts.py {code}\n"), done.stderr
+    if first:
+        assert f"the first rank to end, on node3, had exit code {code}; srun" in done.stderr
+    assert list((tmp_path / ".cache").iterdir()) == []
+
+
 def test_a_job_without_hosts_is_reported(
     start_job: Callable[..., subprocess.CompletedProcess[str]],
 ) -> None:

@@ -235,6 +235,20 @@ def test_a_rejected_recipe_is_not_requeued(submit, tmp_path: Path) -> None:
     assert "ranks, not 2;" in job.words(facts)
 
 
+def test_a_corpus_that_one_host_lacks_is_reported_with_the_host(
+    submit, cluster: Cluster, corpus: Path
+) -> None:
+    """The other rank waits for this one, until srun kills it."""
+    has_corpus = cluster.hosts[0]
+    done = cluster.run(f"cp -r {corpus} /dev/shm/of-one-host", host=has_corpus)
+    assert done.returncode == 0, done.stderr
+    job = submit("--set", "data.validation=/dev/shm/of-one-host/validation", **TWO_NODES)
+    facts = job.wait("FAILED", "COMPLETED")
+    assert facts["ExitCode"] == "2:0" and facts["Restarts"] == "0", job.words(facts)
+    assert re.search(r"rank 1 \(node\d\): .*of-one-host", job.words(facts)), job.words(facts)
+    assert "had exit code 2; srun killed others later" in job.words(facts)
+
+
 def test_jobs_follow_each_other(cluster: Cluster, corpus: Path, tmp_path: Path) -> None:
     recipe = write_recipe(corpus, tmp_path / "recipe.toml", **TWO_NODES)
     done = cluster.run(f"slurm/submit.sh --jobs 2 {recipe} --run-dir {tmp_path}/run", env=CPU)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import weakref
@@ -156,3 +157,14 @@ def test_advice_names_what_reaches_this_process(group: Any, advice: str) -> None
         assert interrupt_advice().startswith(advice)
     with mock.patch("os.open", side_effect=OSError):
         assert interrupt_advice() == "press Ctrl-C"
+
+
+def test_the_first_rank_that_fails_records_its_code(tmp_path: Path) -> None:
+    program = "import sys; from threefold.runtime.exits import exit_now; exit_now(int(sys.argv[1]))"
+    file = tmp_path / "first"
+    for code in (0, 6, 2):
+        done = run("-c", program, str(code), THREEFOLD_FIRST_FAILURE=str(file))
+        assert done.returncode == code, done.stderr
+        assert file.exists() == (code != 0)
+    assert file.read_text() == f"6 {socket.gethostname()}\n"
+    assert run("-c", program, "2", THREEFOLD_FIRST_FAILURE=str(file / "absent")).returncode == 2

@@ -6,6 +6,7 @@ Nothing here imports torch, so that a bad recipe is rejected within a fraction o
 import argparse
 import os
 import shlex
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -45,7 +46,8 @@ def exit_on_user_error(world: LaunchEnvironment, origin: str = "") -> Iterator[N
         about = f"{origin}: " if origin else ""
         if world.rank != 0:
             time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
-            about = f"rank {world.rank}: {about}"
+            host = f" ({socket.gethostname()})" if world.size > world.local_size else ""
+            about = f"rank {world.rank}{host}: {about}"
         print(f"pretrain.py: {about}{problem}", file=sys.stderr, flush=True)
         exit_now(BUSY if isinstance(problem, FolderInUse | PortInUse) else REJECTED)
 

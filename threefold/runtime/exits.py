@@ -5,6 +5,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -30,6 +31,12 @@ SECONDS_FOR_READER = 30.0  # of a finished run
 SECONDS_FOR_READER_OF_FAILURE = 2.0
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+# The file in which the first rank that fails records its exit code and its host. srun ends the
+# others some time later, and its own exit code is then that of the kill.
+FIRST_FAILURE = "THREEFOLD_FIRST_FAILURE"
+SECONDS_TO_RECORD = 2.0  # on a file server that may not answer
+
 ECHO_SECONDS = 2.0  # launchers forward signals, so a signal within this time is not a second one
 
 STEPS_BETWEEN_FULL_COLLECTIONS = 100  # the objects of W&B, which starts later, take 30 ms
@@ -45,9 +52,20 @@ def exit_now(code: int) -> NoReturn:
     Some threads of torch occasionally abort during teardown ("terminate called without an active
     exception"), and the launcher would then report a finished run as failed.
     """
+    if code != FINISHED and FIRST_FAILURE in os.environ:
+        failure = (Path(os.environ[FIRST_FAILURE]), code)
+        recording = threading.Thread(target=record_failure, args=failure, daemon=True)
+        recording.start()
+        recording.join(SECONDS_TO_RECORD)
     _keep_operators()
     atexit._run_exitfuncs()
     leave_handlers_out(code)
+
+
+def record_failure(file: Path, code: int) -> None:
+    """Write an exit code and the name of this host into a file, unless another rank has done so."""
+    with contextlib.suppress(OSError), file.open("x", encoding="utf-8") as stream:
+        stream.write(f"{code} {socket.gethostname()}\n")
 
 
 def _keep_operators() -> None:
