@@ -155,7 +155,8 @@ def start_job(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]
     (tmp_path / "scontrol").write_text(
         f'#!/bin/sh\nwhile read -r host; do echo "$host"; done <"{tmp_path}/hosts"\n'
     )
-    for stub in ("srun", "scontrol"):
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho UNLIMITED\n")
+    for stub in ("srun", "scontrol", "squeue"):
         (tmp_path / stub).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0001-1024]", "SLURM_CPUS_PER_TASK": "8"}
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)}
@@ -216,6 +217,89 @@ def test_the_job_ends_with_the_code_of_the_first_rank_that_failed(
     if first:
         assert f"the first rank to end, on node3, had exit code {code}; srun" in done.stderr
     assert list((tmp_path / ".cache").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("left", "seconds"),
+    [
+        ("5:00", 300),
+        ("0:59", 59),
+        ("5:01", None),
+        ("1:00:00", None),
+        ("1-00:00:08", None),
+        ("UNLIMITED", None),
+        ("INVALID", None),
+    ],
+)
+def test_a_time_limit_below_the_notice_of_the_signal_is_reported(
+    left: str,
+    seconds: int | None,
+    start_job: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho {left}\n")
+    done = start_job("node1\n")
+    assert done.returncode == 0
+    if seconds is None:
+        assert done.stderr == ""
+    else:
+        assert f"warning: {seconds} s are left until the time limit, and --signal" in done.stderr
+        assert "raise #SBATCH --time at the top of slurm/pretrain.slurm" in done.stderr
+        assert "above the 300 s of --signal\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("left", "signalled", "code", "requeued"),
+    [
+        ("1:00:00", True, 138, False),  # before the first step, the signal ends a rank
+        ("1:00:00", True, 5, True),
+        ("1:00:00", True, 1, True),
+        ("1:00:00", False, 138, True),
+        ("1:00:00", False, 5, False),
+        ("4:00", True, 5, False),  # of launch.py, also before the first step
+        ("4:00", False, 1, True),
+    ],
+)
+def test_a_job_that_cannot_save_before_its_limit_is_not_requeued(
+    left: str,
+    signalled: bool,
+    code: int,
+    requeued: bool,
+    start_job: Callable[..., subprocess.CompletedProcess[str]],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "squeue").write_text(f"#!/bin/sh\necho {left}\n")
+    wait = "kill -USR1 $PPID; while :; do sleep 0.05; done" if signalled else ""
+    (tmp_path / "srun").write_text(f"#!/bin/sh\ntrap 'exit {code}' USR1\n{wait}\nexit {code}\n")
+    (tmp_path / "scontrol").write_text(
+        f'#!/bin/sh\n[ "$1" = requeue ] && echo "$2" >"{tmp_path}/requeued"\necho node1\n'
+    )
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    done = start_job("node1\n")
+    assert done.returncode == code and (tmp_path / "requeued").exists() == requeued, done.stderr
+    told = "the time limit leaves no time to do and save a step" in done.stderr
+    assert told == (signalled and (code == 138 or left == "4:00"))
+
+
+@pytest.mark.parametrize("code", [5, 1])
+def test_a_cluster_that_does_not_allow_requeueing_is_reported(
+    code: int, start_job: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """The job keeps its exit code."""
+    wait = "kill -USR1 $PPID; while :; do sleep 0.05; done" if code == 5 else ""
+    (tmp_path / "srun").write_text(f"#!/bin/sh\ntrap 'exit {code}' USR1\n{wait}\nexit {code}\n")
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho node1\n[ "$1" != requeue ]\n')
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    done = start_job("node1\n")
+    assert done.returncode == code
+    assert "cannot be requeued (message above); submit it again" in done.stderr
+    assert "slurm/submit.sh --jobs 5" in done.stderr
 
 
 def test_a_job_without_hosts_is_reported(
