@@ -269,7 +269,7 @@ def test_a_job_that_cannot_save_before_its_limit_is_not_requeued(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "squeue").write_text(f"#!/bin/sh\necho {left}\n")
-    wait = "kill -USR1 $PPID; while :; do sleep 0.05; done" if signalled else ""
+    wait = "while kill -USR1 $PPID; do sleep 0.2; done" if signalled else ""
     (tmp_path / "srun").write_text(f"#!/bin/sh\ntrap 'exit {code}' USR1\n{wait}\nexit {code}\n")
     (tmp_path / "scontrol").write_text(
         f'#!/bin/sh\n[ "$1" = requeue ] && echo "$2" >"{tmp_path}/requeued"\necho node1\n'
@@ -289,7 +289,7 @@ def test_a_cluster_that_does_not_allow_requeueing_is_reported(
     code: int, start_job: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
     """The job keeps its exit code."""
-    wait = "kill -USR1 $PPID; while :; do sleep 0.05; done" if code == 5 else ""
+    wait = "while kill -USR1 $PPID; do sleep 0.2; done" if code == 5 else ""
     (tmp_path / "srun").write_text(f"#!/bin/sh\ntrap 'exit {code}' USR1\n{wait}\nexit {code}\n")
     (tmp_path / "scontrol").write_text('#!/bin/sh\necho node1\n[ "$1" != requeue ]\n')
     python = tmp_path / ".venv" / "bin" / "python"
