@@ -11,6 +11,7 @@ from threefold.launch.diagnosis import (
     ran_out_of_memory,
     ranks_behind,
     replacement,
+    saved_on_request,
     slow_ranks,
     trains,
 )
@@ -33,6 +34,13 @@ def test_memory_ran_out_only_if_an_event_says_so() -> None:
     stop = {"event": "stop", "exit_code": 3}
     assert not ran_out_of_memory([stop, {"event": "start", "out_of_memory": True}])
     assert ran_out_of_memory([stop | {"out_of_memory": True}])
+
+
+def test_a_step_was_saved_on_request_if_the_newest_stop_says_so() -> None:
+    saved, hung = ({"event": "stop", "step": 72, "exit_code": code} for code in (5, 4))
+    assert saved_on_request([saved, {"event": "save", "step": 72}]) == 72
+    assert saved_on_request([saved, hung]) is None
+    assert saved_on_request([]) is None
 
 
 def test_the_newest_hang_report_counts() -> None:

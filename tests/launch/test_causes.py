@@ -47,6 +47,13 @@ def ends(*codes: int) -> list[RankEnd]:
             [],
             False,
         ),
+        (  # Slurm has ended the agents, too
+            AttemptResult(lost={"node1": "closed"}, ends=ends(KILLED), asked=True, saved_step=72),
+            INTERRUPTED,
+            [],
+            False,
+        ),
+        (AttemptResult(lost={"node1": "closed"}, saved_step=72), None, ["node1"], False),
         (AttemptResult(ends=ends(5, 5)), INTERRUPTED, [], False),  # a user has signalled a rank
         (AttemptResult(ends=ends(1, STOPPED)), STOPPED, [], False),
         (AttemptResult(ends=ends(REJECTED)), REJECTED, [], False),
@@ -110,6 +117,11 @@ def test_ranks_killed_by_a_second_request_have_not_saved() -> None:
     assert diagnose(saved).reason == "launch.py was asked to stop"
     killed = diagnose(replace(outcome, asked_again=False)).reason
     assert killed == "launch.py was asked to stop, but rank 0 (node1) was killed by SIGKILL"
+
+
+def test_the_step_that_was_saved_on_request_is_named() -> None:
+    found = diagnose(AttemptResult(lost={"node2": "closed"}, asked=True, saved_step=72))
+    assert found.reason == "launch.py was asked to stop, and the ranks saved at step 72"
 
 
 def test_a_broken_gpu_takes_precedence_over_every_other_error() -> None:

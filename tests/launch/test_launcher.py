@@ -302,6 +302,20 @@ def test_the_second_signal_does_not_reach_ranks_that_save(start: Any) -> None:
     assert len(list((running.folder / "checkpoints").iterdir())) == 1
 
 
+def test_ranks_that_have_saved_before_their_agents_were_ended_are_believed(
+    start: Any, capfd: pytest.CaptureFixture
+) -> None:
+    """After scancel, Slurm signals launch.py and the agents at the same time."""
+    running = start()
+    running.wait_for_attempt(1, ranks=2)
+    RunFolder(running.folder).event("stop", 72, reason="saved at step 72", exit_code=INTERRUPTED)
+    running.launcher.request_stop()
+    for agent in list(running.launcher.connections.agents.values()):
+        agent.process.send_signal(signal.SIGTERM)
+    assert running.wait() == INTERRUPTED
+    assert "asked to stop, and the ranks saved at step 72" in capfd.readouterr().err
+
+
 def test_a_program_that_cannot_be_started_is_not_the_end(
     start: Any, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,6 +72,7 @@ class AttemptResult:
         several_hosts: True if the attempt had more than one host
         out_of_memory: True if memory ran out on a rank
         other_layout: True if memory ran out in a layout of launch.py, and there is another one
+        saved_step: the step that the ranks saved before they stopped on request; None if unknown
     """
 
     lost: Mapping[str, str] = field(default_factory=dict)
@@ -88,6 +89,7 @@ class AttemptResult:
     several_hosts: bool = False
     out_of_memory: bool = False
     other_layout: bool = False
+    saved_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,9 @@ def _is_of_one_host(outcome: AttemptResult, final: RankEnd) -> bool:
 def _stop_on_request(outcome: AttemptResult, codes: Sequence[int]) -> Diagnosis:
     """Return the diagnosis of an attempt that ended after a user asked launch.py to stop."""
     reason = "launch.py was asked to stop"
+    if outcome.saved_step is not None:  # nodes that are lost afterwards do not matter
+        reason += f", and the ranks saved at step {outcome.saved_step}"
+        return Diagnosis(reason, exit_code=INTERRUPTED)
     if outcome.lost and INTERRUPTED not in codes:
         reason += ", and a node was lost before the ranks had saved"
         return Diagnosis(reason, exit_code=1)
@@ -237,6 +242,12 @@ def trains(events: Iterable[Event]) -> bool:
 def ran_out_of_memory(events: Iterable[Event]) -> bool:
     """Return True if memory ran out on a rank."""
     return any(event["event"] == "stop" and event.get("out_of_memory") is True for event in events)
+
+
+def saved_on_request(events: Iterable[Event]) -> int | None:
+    """Return the step at which the ranks stopped and saved on request; None if they have not."""
+    stops = [event for event in events if event["event"] == "stop"]
+    return stops[-1]["step"] if stops and stops[-1].get("exit_code") == INTERRUPTED else None
 
 
 def ranks_behind(events: Iterable[Event]) -> list[int]:

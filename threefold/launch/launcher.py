@@ -24,6 +24,7 @@ from threefold.launch.diagnosis import (
     ran_out_of_memory,
     ranks_behind,
     replacement,
+    saved_on_request,
     shown,
     slow_ranks,
     start_of,
@@ -304,6 +305,7 @@ class Launcher:
                 several_hosts=len(attempt.hosts) > 1,
                 out_of_memory=out_of_memory,
                 other_layout=out_of_memory and self._find_other_layout(attempt),
+                saved_step=saved_on_request(events),
             )
         )
         step = max(self.announcements.newest_checkpoint(), start_of(events))
