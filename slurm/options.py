@@ -54,9 +54,10 @@ def main() -> None:
         parser.error("--forget-failures is for launch.py; add --elastic")
     resume = options.resume
     if resume not in ("auto", "never") and not Path(resume, "manifest.json").is_file():
+        choices = "auto" if options.elastic else "auto, never"  # launch.py rejects never
         print(
             f"warning: --resume {resume}: the path is not a checkpoint; if that is still so when "
-            f"the job starts, the job ends with an error. Use auto, never or a checkpoint such as "
+            f"the job starts, the job ends with an error. Use {choices} or a checkpoint such as "
             f"runs/NAME/checkpoints/step-0000200",
             file=sys.stderr,
         )

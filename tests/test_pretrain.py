@@ -294,7 +294,7 @@ def test_the_same_seed_gives_the_same_metrics_and_never_starts_again(
         (["--resume", "."], "--resume .: the path has no checkpoint"),
         (
             ["--resume", "{finished}"],
-            "the path is a run folder, not a checkpoint; use auto, never or "
+            "the path is a run folder, not a checkpoint; use auto or "
             "{finished}/checkpoints/step-0000008",
         ),
         (

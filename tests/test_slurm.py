@@ -147,6 +147,12 @@ def test_a_template_has_no_personal_path(template: Path) -> None:
     assert subprocess.run(["bash", "-n", template], capture_output=True).stderr == b""
 
 
+def make_root(folder: Path) -> None:
+    """Let a folder look like the root of the repository to the scripts."""
+    (folder / "recipes").mkdir()
+    (folder / "recipes" / "pretrain.py").touch()
+
+
 @pytest.fixture
 def start_job(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run pretrain.slurm with an scontrol that prints some hosts and an srun that ends at once."""
@@ -156,6 +162,7 @@ def start_job(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]
         f'#!/bin/sh\nwhile read -r host; do echo "$host"; done <"{tmp_path}/hosts"\n'
     )
     (tmp_path / "squeue").write_text("#!/bin/sh\necho UNLIMITED\n")
+    make_root(tmp_path)
     for stub in ("srun", "scontrol", "squeue"):
         (tmp_path / stub).chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0001-1024]", "SLURM_CPUS_PER_TASK": "8"}
@@ -325,6 +332,7 @@ def test_a_task_of_an_array_prepares_its_shard(
     python.parent.mkdir(parents=True)
     python.write_text('#!/bin/sh\necho "$*"\n')
     python.chmod(0o755)
+    make_root(tmp_path)
     names = ("TASK_MIN", "TASK_MAX", "TASK_COUNT", "TASK_ID")
     of_array = {f"SLURM_ARRAY_{name}": str(n) for name, n in zip(names, array, strict=True)}
     job = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_CPUS_PER_TASK": "8"}
@@ -451,6 +459,18 @@ def test_the_variables_of_a_job_arrive(
 
 
 @pytest.mark.parametrize("name", ["pretrain", "sweep", "prepare_data"])
+def test_a_script_that_is_submitted_from_another_folder_says_so(name: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["bash", REPOSITORY / "slurm" / f"{name}.slurm", "recipe.toml"],
+        env=os.environ | {"SLURM_SUBMIT_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    said = f"{name}.slurm: {tmp_path} is not the root of the repository; submit this script from"
+    assert done.returncode == 2 and done.stderr.startswith(said)
+
+
+@pytest.mark.parametrize("name", ["pretrain", "sweep", "prepare_data"])
 def test_srun_passes_on_the_variables_of_a_script(name: str, tmp_path: Path) -> None:
     """Slurm sets SLURM_EXPORT_ENV in a job that was submitted with SBATCH_EXPORT=NONE."""
     python = tmp_path / ".venv" / "bin" / "python"
@@ -462,6 +482,7 @@ def test_srun_passes_on_the_variables_of_a_script(name: str, tmp_path: Path) -> 
         stub.chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node1", "SLURM_CPUS_PER_TASK": "8"}
     job |= {"SLURM_JOB_NUM_NODES": "1", "SLURM_EXPORT_ENV": "NONE"}
+    make_root(tmp_path)
     done = subprocess.run(
         ["bash", REPOSITORY / "slurm" / f"{name}.slurm", "recipe.toml"],
         env=job | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path)},
@@ -469,6 +490,18 @@ def test_srun_passes_on_the_variables_of_a_script(name: str, tmp_path: Path) -> 
         text=True,
     )
     assert done.stdout == "export unset\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [([], "Use auto, never or a checkpoint such as"), (["--elastic"], "Use auto or a checkpoint")],
+)
+def test_the_advice_about_a_missing_checkpoint_is_accepted(
+    words: list[str], advice: str, submit: Submit, recipe: Path
+) -> None:
+    """launch.py does not support --resume never."""
+    done = submit(*words, recipe, "--resume", "latest")
+    assert done.returncode == 0 and advice in done.stderr
 
 
 def test_one_command_submits_jobs_that_follow_each_other(

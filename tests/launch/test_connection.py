@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from threefold.launch.connection import AgentSettings, Connections, over_srun, over_ssh
+from threefold.launch.connection import (
+    ADVICE,
+    AgentSettings,
+    Connections,
+    over_srun,
+    over_ssh,
+)
 
 
 def test_a_connection_is_not_closed_while_a_heartbeat_is_written() -> None:
@@ -43,6 +49,10 @@ def test_srun_does_not_pass_on_the_address_of_the_login_node(
     monkeypatch.setenv("KEPT", "x")
     command = over_srun("node1", ["sh", "-c", "echo ${SSH_CONNECTION-unset} $KEPT"])
     assert subprocess.check_output(command, text=True) == "unset x\n"
+
+
+def test_the_advice_in_a_slurm_job_does_not_wait_for_a_dead_node() -> None:
+    assert "removes a dead node from the job, and scontrol requeue JOB" in ADVICE[over_srun]
 
 
 def test_an_agent_gets_the_variables_of_a_job_submitted_without_them() -> None:

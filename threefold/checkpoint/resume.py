@@ -228,7 +228,8 @@ def find(
                     f"--resume {resume}: the path {problem}, and {folder.parent} has no "
                     f"checkpoints; omit --resume"
                 )
-            raise UserError(f"--resume {resume}: the path {problem}; use auto, never or {choices}")
+            # Not "never", which launch.py does not support.
+            raise UserError(f"--resume {resume}: the path {problem}; use auto or {choices}")
         candidates = [Path(resume)]
     skipped: dict[Path, str] = {}
     verified = partial(CheckpointReader.verified, find_damage=partial(find_damage, note=note))
