@@ -235,6 +235,18 @@ def test_a_rejected_recipe_is_not_requeued(submit, tmp_path: Path) -> None:
     assert "ranks, not 2;" in job.words(facts)
 
 
+def test_a_job_gets_its_variables_although_the_cluster_exports_none(
+    cluster: Cluster, corpus: Path, tmp_path: Path
+) -> None:
+    recipe = write_recipe(corpus, tmp_path / "recipe.toml", **TWO_NODES)
+    words = f"{recipe} --run-dir {tmp_path}/run"
+    variables = {"SBATCH_EXPORT": "NONE", "SBATCH_OUTPUT": f"{tmp_path}/job.log"}
+    job = Job(cluster, f"slurm/submit.sh --elastic {words}", variables)
+    facts = job.wait("COMPLETED", "FAILED")
+    assert facts["JobState"] == "COMPLETED", job.words(facts)
+    assert "attempt" in events(tmp_path / "run")  # of launch.py, which ELASTIC starts
+
+
 def test_a_corpus_that_one_host_lacks_is_reported_with_the_host(
     submit, cluster: Cluster, corpus: Path
 ) -> None:

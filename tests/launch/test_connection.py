@@ -52,7 +52,7 @@ def test_srun_does_not_pass_on_the_address_of_the_login_node(
 
 
 def test_the_advice_in_a_slurm_job_does_not_wait_for_a_dead_node() -> None:
-    assert "removes a dead node from the job, and scontrol requeue JOB" in ADVICE[over_srun]
+    assert "drops a dead node from the job, and scontrol requeue JOB" in ADVICE[over_srun]
 
 
 def test_an_agent_gets_the_variables_of_a_job_submitted_without_them() -> None:

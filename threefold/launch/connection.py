@@ -51,7 +51,7 @@ def on_this_machine(host: str, command: Sequence[str]) -> list[str]:
 ADVICE: Mapping[Connect, str] = {
     over_ssh: "check the names in the hostfile, that sshd runs on the hosts, and that ssh asks for "
     "no password; to start all ranks on this machine instead, use --launcher local",
-    over_srun: "check the state of the nodes with sinfo -N; Slurm removes a dead node from the job, "
+    over_srun: "check the state of the nodes with sinfo -N; Slurm drops a dead node from the job, "
     "and scontrol requeue JOB starts the job again with its full number of nodes",
 }
 
