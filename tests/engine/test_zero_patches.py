@@ -7,6 +7,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.comm.coalesced_collectives import reduce_scatter_coalesced
+from torch import Tensor
 
 from tests.conftest import changed, small_recipe
 from tests.ranks import join_world, run_ranks
@@ -16,6 +18,7 @@ from threefold.data.dataset import TrainingData
 from threefold.engine.deepspeed_overrides import (
     ROW_ELEMENTS,
     gradient_norm,
+    reduce_scatter_together,
     scale_in_update,
     squared_norm,
 )
@@ -161,3 +164,22 @@ def test_a_step_of_a_ramp_may_have_fewer_micro_batches_than_a_group(corpus: Path
     expected, got = run_ranks(2, ramped_in_groups, str(corpus))[0]
     for step, numbers in zip(got, expected, strict=True):
         assert step == pytest.approx(numbers, rel=2e-6)
+
+
+def average_parts() -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Average gradients of several sizes with DeepSpeed's function and with ours."""
+    rank = join_world().rank
+    results = []
+    for sizes in ([9], [7], [1], [2, 3, 10], [1, 1, 6, 100, 4]):
+        draw = torch.Generator().manual_seed(rank)
+        gradients = [torch.randn(size, generator=draw) for size in sizes]
+        copies = [gradient.clone() for gradient in gradients]
+        results.append((reduce_scatter_coalesced(copies), reduce_scatter_together(gradients)))
+    return results
+
+
+def test_gradients_are_averaged_as_by_deepspeed() -> None:
+    for results in run_ranks(3, average_parts):
+        for theirs, ours in results:
+            assert [part.shape for part in ours] == [part.shape for part in theirs]
+            assert all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))

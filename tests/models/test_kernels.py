@@ -526,21 +526,9 @@ def test_auto_compiles_on_gpus_only() -> None:
         assert not should_compile(False)
         with mock.patch.dict("os.environ", CC="no-such-compiler"):
             assert not has_compiler()
-        for others, together in ((True, True), (False, False)):
-            with (
-                mock.patch("torch.distributed.get_world_size", return_value=2),
-                mock.patch("torch.distributed.all_gather_object", gathering(others)),
-            ):
-                assert should_compile("auto") == together
-
-
-def gathering(others: bool) -> Callable[[list, bool, None], None]:
-    """Return a gather in which this rank has a compiler, and the other one may not."""
-
-    def gather(found: list, own: bool, group: None) -> None:
-        found[:] = [True, others]
-
-    return gather
+        for others in (True, False):  # this rank has a compiler, and the other one may not
+            with mock.patch("threefold.runtime.processes.gathered", return_value=[True, others]):
+                assert should_compile("auto") == others
 
 
 def test_functions_may_be_compiled_for_many_shapes() -> None:

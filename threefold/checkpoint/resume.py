@@ -416,9 +416,11 @@ def _agreed(candidates: Callable[[], list[Path]]) -> list[Path]:
             print(f"the ranks see different checkpoints; listing them again for up to {seconds}",
                   file=sys.stderr, flush=True)  # fmt: skip
         time.sleep(SECONDS_BETWEEN_TRIES)
+    other = next(rank for rank, names in enumerate(everyones) if names != everyones[0])
+    differing = sorted(set(everyones[0]) ^ set(everyones[other]))
     raise UserError(
-        f"the ranks see different checkpoints ({sorted(map(tuple, everyones))}); use a --run-dir "
-        f"on storage that all nodes share"
+        f"the ranks see different checkpoints (only one of rank 0 and rank {other} sees "
+        f"{a_few(differing)}); use a --run-dir on storage that all nodes share"
     )
 
 

@@ -52,7 +52,7 @@ class ProcessGrid(PipelineParallelGrid):
         self.data_parallel_id = self.get_data_parallel_id()
         self.is_first_stage = self.stage_id == 0
         self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
-        self.p2p_groups = self._build_p2p_groups()
+        self.p2p_groups: list[list[int]] = []  # DeepSpeed reads them only where send is missing
 
         models = dims.groups("pipeline", "tensor")
         self.ds_model_proc_group = create_groups(models)

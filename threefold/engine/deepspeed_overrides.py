@@ -49,6 +49,10 @@ upstream change that would make the override removable.
   scale before it divides by it. Ours: the scale changes after the update. Reason: upstream's order
   halves the gradients of a step whenever the scale grows. Gain: correctness. Removable if ZeRO-3
   divides by the scale of the backward pass.
+- `reduce_scatter_together`. Upstream: ZeRO-3 makes a slice of each gradient for each data rank, and
+  joins all slices. Ours: two copies per gradient. Reason: with 8,192 data ranks, slices take 0.07 s
+  of the host's time per gradient and micro-batch. Gain: this time. Removable if DeepSpeed copies
+  each gradient as a matrix.
 - `clip_in_update`. Upstream: BF16_Optimizer clips in a separate pass and waits for the norm. Ours:
   fused AdamW divides each gradient as it reads it. Reason: as for `scale_in_update`. Gain: one pass
   over the gradients and one synchronization. Removable as `scale_in_update` is.
@@ -149,7 +153,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.zero import stage_1_and_2, utils
+from deepspeed.runtime.comm import coalesced_collectives
+from deepspeed.runtime.zero import stage3, stage_1_and_2, utils
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
@@ -205,6 +210,7 @@ def override_optimizer(optimizer: object) -> None:
     elif isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         optimizer.get_grad_norm_direct = MethodType(gradient_norm, optimizer)
         change_loss_scale_after_update(optimizer)
+        stage3.reduce_scatter_coalesced = reduce_scatter_together
         optimizer.unscale_and_clip_grads = MethodType(scale_in_update_of_group, optimizer)
     elif isinstance(optimizer, BF16_Optimizer):
         optimizer.get_grads_for_norm = MethodType(shards_for_norm, optimizer)
@@ -400,6 +406,40 @@ def change_loss_scale_after_update(optimizer: DeepSpeedZeroOptimizer_Stage3) -> 
             change_scale(False)
 
     optimizer._update_scale, optimizer.step = change_after_overflow, step_and_change_scale
+
+
+def reduce_scatter_together(
+    tensors: list[Tensor], group: dist.ProcessGroup | None = None
+) -> list[Tensor]:
+    """Replace DeepSpeed's reduce_scatter_coalesced: average gradients in one reduce-scatter.
+
+    Args:
+        tensors: gradients of any sizes; the average may replace their content
+        group: the n ranks that average them
+
+    Returns:
+        This rank's part of each flattened gradient: the elements from rank * ceil(size / n) on.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    chunks = [-(-tensor.numel() // ranks) for tensor in tensors]
+    if len(tensors) == 1 and tensors[0].numel() % ranks == 0:
+        rows = tensors[0].view(ranks, -1)
+    else:
+        rows = tensors[0].new_empty(ranks, sum(chunks))  # [n, parts of all gradients for a rank]
+        for tensor, columns in zip(tensors, rows.split(chunks, dim=1), strict=True):
+            whole = tensor.numel() // max(1, columns.shape[1])  # ranks with a whole part
+            flat, end = tensor.view(-1), whole * columns.shape[1]
+            columns[:whole] = flat[:end].view(whole, -1)
+            if end < flat.numel():
+                columns[whole, : flat.numel() - end] = flat[end:]
+    rows.div_(ranks)
+    coalesced_collectives._torch_reduce_scatter_fn(rows.view(-1), rows[rank], group=group)
+    counts = [
+        min(max(tensor.numel() - rank * chunk, 0), chunk)
+        for tensor, chunk in zip(tensors, chunks, strict=True)
+    ]
+    parts = rows[rank].split(chunks)
+    return [part[:count] for part, count in zip(parts, counts, strict=True)]
 
 
 def clip_in_update(optimizer: BF16_Optimizer) -> None:

@@ -21,6 +21,7 @@ from models.experts.layer import expert_layers
 from models.kernels.attention import cumulative_lengths
 from models.kernels.compile import are_compiled
 from models.layer_specs import logical_parameters, observed_scores, vocabulary_tables
+from models.parallel.collectives import all_gather_single
 from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
 from models.sharding import sharding_of
 from threefold.checkpoint.state import CheckpointReader, Fragment, TrainingState, training_state
@@ -36,7 +37,6 @@ from threefold.engine.experts import (
 from threefold.engine.optimizer import QueryKeyClip, rules_of
 from threefold.engine.weight_average import WeightAverage
 from threefold.pipeline.engine import ScheduledEngine
-from threefold.runtime.processes import gathered
 from threefold.supervision.hang_report import Breadcrumb
 from threefold.supervision.rank_comparison import ReplicaGroup, diverged_replicas
 
@@ -53,7 +53,7 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device, *, off: bool = False):
-        self.on_gpu, self.off = device.type == "cuda", off
+        self.device, self.on_gpu, self.off = device, device.type == "cuda", off
         self._seconds = 0.0
         self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -85,7 +85,10 @@ class Stopwatch:
 
     def take_of_all_ranks(self) -> list[float]:
         """Return the seconds since the last call on every rank, by rank; collective."""
-        return gathered(self.take())
+        own = torch.tensor([self.take()], dtype=torch.float64, device=self.device)
+        everyones = own.new_empty(dist.get_world_size())
+        all_gather_single(everyones, own)
+        return everyones.tolist()
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import ctypes
 import errno
 import io
 import os
+import pickle
 import re
 import resource
 import shutil
@@ -25,7 +26,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.constants import default_pg_timeout
 
 from models.errors import UserError
-from models.parallel.collectives import create_host_groups
+from models.parallel.collectives import all_gather_single, create_host_groups
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.gpus.datasheet import is_cpu
 from threefold.runtime.environment import (
@@ -383,9 +384,18 @@ def keep_memory() -> None:
 
 def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return the value of each rank of a group, by rank; None: all ranks. Collective."""
-    values = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    # As torch's all_gather_object, which would wait for the device twice for each rank.
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    sizes = torch.empty(dist.get_world_size(group), dtype=torch.int64, device=device)
+    all_gather_single(sizes, torch.tensor([own.numel()], device=device), group=group)
+    sizes = sizes.cpu()
+    padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
+    padded[: own.numel()] = own
+    rows = torch.empty(len(sizes) * len(padded), dtype=torch.uint8, device=device)
+    all_gather_single(rows, padded.to(device), group=group)
+    everyones = zip(rows.cpu().view(len(sizes), -1), sizes.tolist(), strict=True)
+    return [pickle.loads(row[:size].numpy().tobytes()) for row, size in everyones]
 
 
 def threads_on_first_node() -> tuple[int, int, int]:
