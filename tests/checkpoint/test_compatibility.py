@@ -62,13 +62,15 @@ def test_other_data_are_rejected_and_moved_data_are_accepted(corpus: Path, tmp_p
     moved = shutil.copytree(corpus, tmp_path / "moved")
     now = recipe_of(moved)
     check_same_run(HERE, saved, now, fingerprint(now))
-    for file, key in (
-        ("train.bin", "other data: the content of data.train.0 differs "),
-        ("train.idx", r"\[\[phase\]\] that begins after step "),
-        ("tokenizer/tokenizer.json", "another tokenizer, which cannot change during a run; "),
+    for file, at, key in (
+        ("train.bin", -1, "other data: the content of data.train.0 differs "),
+        ("train.idx", -16, r"\[\[phase\]\] that begins after step "),  # the last document's start
+        ("tokenizer/tokenizer.json", -1, "another tokenizer, which cannot change during a run; "),
     ):
         content = (moved / file).read_bytes()
-        (moved / file).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        changed_bytes = bytearray(content)
+        changed_bytes[at] ^= 1
+        (moved / file).write_bytes(changed_bytes)
         with pytest.raises(UserError, match=key):
             check_same_run(HERE, saved, now, fingerprint(now))
         (moved / file).write_bytes(content)

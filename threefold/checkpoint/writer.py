@@ -127,12 +127,18 @@ class Assembly:
             dist.broadcast_object_list(of_first, group_src=first, group=group)
             self.shardings |= of_first[0][0]
             self.kinds |= of_first[0][1]
-        self.pieces: dict[str, list[ParameterPiece]] = {name: [] for name in self.shardings}
-        for _, pieces in everyones:
-            for piece in pieces:
-                self.pieces[piece.fragment.name].append(piece)
         shapes = {name: sharding.shape for name, sharding in self.shardings.items()}
         self.owners = assign_owners(shapes, dist.get_world_size(group))
+        # Only those that this rank sends or receives: under ZeRO-3, each of 8,192 ranks has a piece
+        # of every parameter.
+        self.own = own
+        self.pieces: dict[str, list[ParameterPiece]] = {
+            name: [] for name, owner in self.owners.items() if owner == self.rank
+        }
+        for _, pieces in everyones:
+            for piece in pieces:
+                if piece.fragment.name in self.pieces:
+                    self.pieces[piece.fragment.name].append(piece)
         self.numbers = {name: number for number, name in enumerate(self.shardings)}
         self._connect()
 
@@ -143,12 +149,9 @@ class Assembly:
         save, ranks could wait for each other in a circle. Here, all ranks make their connections in
         the same order: a random one, in which few connections wait for earlier ones.
         """
-        pairs = {
-            (min(pair), max(pair))
-            for name, pieces in self.pieces.items()
-            for pair in ((piece.rank, self.owners[name]) for piece in pieces)
-            if self.rank in pair and pair[0] != pair[1]
-        }
+        owners = {self.owners[piece.fragment.name] for piece in self.own}
+        senders = {piece.rank for pieces in self.pieces.values() for piece in pieces}
+        pairs = [tuple(sorted((self.rank, n))) for n in owners | senders if n != self.rank]
         message = torch.zeros(1)
         # gloo takes the network interface of a message from its tag, and connects each separately.
         interfaces = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
@@ -178,13 +181,13 @@ class Assembly:
             dist.isend(
                 _elements(flats, kind, piece.fragment),
                 group=self.group,
-                group_dst=self.owners[name],
-                tag=self._tag(kind, name),
+                group_dst=self.owners[piece.fragment.name],
+                tag=self._tag(kind, piece.fragment.name),
             )
             for kind in KINDS
-            for name, pieces in self.pieces.items()
-            for piece in pieces
-            if kind in self.kinds[name] and piece.rank == self.rank != self.owners[name]
+            for piece in self.own
+            if kind in self.kinds[piece.fragment.name]
+            and self.owners[piece.fragment.name] != self.rank
         ]
         return [work for work in works if work is not None]
 
