@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import time
+from itertools import chain
 from pathlib import Path
 from unittest import mock
 
@@ -19,6 +20,7 @@ from threefold.data.token_file import (
     HashedFile,
     TokenFile,
     TokenFileWriter,
+    entry_ranges,
     token_type,
     write_index,
     write_token_file,
@@ -185,16 +187,22 @@ def test_a_flipped_bit_of_the_index_is_found_at_the_start(
     assert len(silent) == (0 if one_sequence_per_document else 1)
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("one_sequence_per_document", [True, False])
 def test_every_entry_of_an_index_with_several_blocks_is_checked(
-    one_sequence_per_document: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one_sequence_per_document: bool, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(token_file, "ENTRIES_PER_CHECK", 3)
+    if ranks > 1:  # otherwise each of them would check everything
+        monkeypatch.setattr(token_file, "CHECKS_PER_RANK", 2)
     count = 20
     write_token_file(tmp_path / "x", documents(99, count=count), vocab_size=100)
 
     def check() -> None:
-        TokenFile(tmp_path / "x").check_index(one_sequence_per_document=one_sequence_per_document)
+        for rank in range(ranks):
+            TokenFile(tmp_path / "x").check_index(
+                one_sequence_per_document=one_sequence_per_document, rank=rank, ranks=ranks
+            )
 
     check()
     index = tmp_path / "x.idx"
@@ -208,6 +216,15 @@ def test_every_entry_of_an_index_with_several_blocks_is_checked(
                 check()
             position += size
     assert position == len(sound)
+
+
+def test_ranks_divide_the_checks_of_a_large_index_only() -> None:
+    blocks = token_file.CHECKS_PER_RANK * token_file.ENTRIES_PER_CHECK
+    assert entry_ranges(blocks, 3, 8) == entry_ranges(blocks)
+    shares = [entry_ranges(6 * blocks + 1, rank, 8) for rank in range(8)]
+    assert sorted(chain(*shares[:6])) == entry_ranges(6 * blocks + 1)
+    assert shares[6:] == shares[:2]
+    assert max(len(share) for share in shares) == token_file.CHECKS_PER_RANK + 1
 
 
 def test_a_damaged_index_names_the_command_that_compares_its_checksum(tmp_path: Path) -> None:

@@ -21,8 +21,11 @@ BLOCKS_CHECKED = 256  # of a token file, spread evenly
 BLOCK_TOKENS = 2**12
 
 
-def open_corpus(path: str, recipe: Recipe) -> TokenFile:
+def open_corpus(path: str, recipe: Recipe, *, rank: int = 0, ranks: int = 1) -> TokenFile:
     """Open a corpus of the recipe and compare it with its manifest, the tokenizer and the model.
+
+    Args:
+        rank, ranks: this rank and the number of those that divide the check of a large index
 
     Raises:
         UserError: the tokenizer is missing, or the corpus does not fit it, its manifest or the
@@ -39,7 +42,8 @@ def open_corpus(path: str, recipe: Recipe) -> TokenFile:
     check_part(repository_path(path))
     file = TokenFile(repository_path(path))
     _check_manifest(recipe, file)
-    file.check_index(one_sequence_per_document=bool(read_manifest(file.path.parent)))
+    is_ours = bool(read_manifest(file.path.parent))
+    file.check_index(one_sequence_per_document=is_ours, rank=rank, ranks=ranks)
     _check_tokens(recipe, file)
     return file
 

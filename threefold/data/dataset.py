@@ -134,19 +134,21 @@ class TrainingData:
         self.numbers = source_numbers(self.phase_plan)
         for segment in self.phase_plan.segments:
             with self.phase_plan.naming(segment):
-                self._open(segment)
+                self._open(segment, dims.world_size)
         self.seed, self.vocab_size = recipe.seed, recipe.model.vocab_size
         self.resume(Progress(), dims)
 
-    def _open(self, segment: Segment) -> None:
-        """Open and check the corpora of a segment."""
+    def _open(self, segment: Segment, ranks: int) -> None:
+        """Open the corpora of a segment, and check them together with the other ranks."""
         recipe = segment.recipe
         training = (source.path for source in recipe.data.train)
         for path in (*training, *recipe.data.validation_sets.values()):
             key = path, recipe.model.sequence_length
             if key not in self._opened:
                 opened = [view.file for (other, _), view in self._opened.items() if other == path]
-                file = opened[0] if opened else open_corpus(path, recipe)
+                file = (
+                    opened[0] if opened else open_corpus(path, recipe, rank=self.rank, ranks=ranks)
+                )
                 self._opened[key] = SequenceView(file, recipe.model.sequence_length)
         self._sources[segment.first] = {
             self.numbers[str(repository_path(source.path))]: self._opened[

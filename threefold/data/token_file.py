@@ -36,6 +36,7 @@ TOKEN_CODES = {"<u2": 8, "<i4": 4}
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # Megatron's format stores lengths as int32
 INDEX_ENTRIES_PER_WRITE = 2**20
 ENTRIES_PER_CHECK = 2**16  # of a column of the index; arrays of this size stay in the cache
+CHECKS_PER_RANK = 256  # at least, so that a damage of a smaller index is found by all ranks
 TEMPORARY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)  # errors of a failover
 MAX_REPETITIONS, SECONDS_BETWEEN_TRIES = 12, 5.0  # a file server's failover takes up to a minute
 
@@ -282,10 +283,13 @@ class TokenFile:
             raise self._damaged(f"sequences {first} .. {after - 1} are not contiguous")
         return offsets // size
 
-    def check_index(self, *, one_sequence_per_document: bool) -> None:
+    def check_index(
+        self, *, one_sequence_per_document: bool, rank: int = 0, ranks: int = 1
+    ) -> None:
         """Check that lengths, addresses, documents and the size of the .bin agree.
 
-        All entries are read, in blocks. The .bin is not read.
+        All entries are read, in blocks, which the ranks of a run divide if there are many. The .bin
+        is not read.
 
         Args:
             one_sequence_per_document: True for a corpus of prepare_data.py; other corpora may have
@@ -295,7 +299,7 @@ class TokenFile:
             UserError: the index is damaged.
         """
         position = HEADER.size + 12 * self.sequences
-        for first, after in entry_ranges(self.sequences):
+        for first, after in entry_ranges(self.sequences, rank, ranks):
             starts = self.starts(first, after)
             if first == 0 and starts[0]:
                 raise self._damaged(f"the first sequence begins at token {starts[0]}")
@@ -308,7 +312,7 @@ class TokenFile:
                 f"{self.sequences}"
             )
         exact = one_sequence_per_document and self.boundaries == self.sequences + 1
-        for first, after in entry_ranges(self.boundaries):
+        for first, after in entry_ranges(self.boundaries, rank, ranks):
             after = min(after + 1, self.boundaries)  # compare also with the next block
             documents = self._entries("<i8", position, first, after)
             steps = np.diff(documents)
@@ -338,9 +342,11 @@ class TokenFile:
         )
 
 
-def entry_ranges(count: int) -> list[tuple[int, int]]:
-    """Return the ranges of a column's entries that are checked at once."""
+def entry_ranges(count: int, rank: int = 0, ranks: int = 1) -> list[tuple[int, int]]:
+    """Return the ranges of a column's entries that a rank checks, each at once."""
     firsts = range(0, max(count, 1), ENTRIES_PER_CHECK)
+    shares = max(1, min(ranks, len(firsts) // CHECKS_PER_RANK))
+    firsts = firsts[rank % shares :: shares]
     return [(first, min(first + ENTRIES_PER_CHECK, count)) for first in firsts]
 
 
