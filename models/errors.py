@@ -71,7 +71,7 @@ def why_no_folder(path: Path) -> str:
 
 
 def check_links(path: Path, remedy: str) -> None:
-    """Check that no link on the way to a file or folder to write leads to nothing.
+    """Reject dangling symbolic links in the path of an output.
 
     Otherwise a link to a disk that is not mounted would get a new, empty folder as its target.
 
@@ -79,7 +79,7 @@ def check_links(path: Path, remedy: str) -> None:
         remedy: what a user can do instead of mounting the disk
 
     Raises:
-        UserError: a link leads to nothing.
+        UserError: a link is dangling.
     """
     path = path.absolute()
     for folder in (*reversed(path.parents), path):

@@ -82,22 +82,22 @@ def create_host_groups(
 ) -> dist.ProcessGroup | None:
     """Create groups as `create_groups` does, but with gloo, which communicates through host memory.
 
-    on_demand: connect two ranks when both first use their connection; `isend` may wait until the
-        other rank does so, too. Otherwise all ranks of a group are connected here: in a group of
-        8,192, rank 0 of the world would send 4 TB of addresses for that.
+    on_demand: connect two ranks when both first use their connection, until which `isend` may
+        block. Otherwise every rank of a group connects to all others here. In a group of 8,192,
+        rank 0 of the world would send 4 TB of addresses for that.
 
     Only the members call `new_group`. If a device is bound to the world and all ranks called it, it
     would hang: torch lets ranks outside the group split the world's NCCL communicator, and the
     members of a gloo group do not join that split.
     """
-    users = os.environ.get(CONNECTS_ON_DEMAND)
+    value_of_user = os.environ.get(CONNECTS_ON_DEMAND)
     if on_demand:
         os.environ[CONNECTS_ON_DEMAND] = "1"
     try:
         return _create_among_members(partition, backend="gloo", timeout=timeout)
     finally:
-        if users is not None:
-            os.environ[CONNECTS_ON_DEMAND] = users
+        if value_of_user is not None:
+            os.environ[CONNECTS_ON_DEMAND] = value_of_user
         elif on_demand:
             del os.environ[CONNECTS_ON_DEMAND]
 

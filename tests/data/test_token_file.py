@@ -194,7 +194,7 @@ def test_every_entry_of_an_index_with_several_blocks_is_checked(
 ) -> None:
     monkeypatch.setattr(token_file, "ENTRIES_PER_CHECK", 3)
     if ranks > 1:  # otherwise each of them would check everything
-        monkeypatch.setattr(token_file, "CHECKS_PER_RANK", 2)
+        monkeypatch.setattr(token_file, "MIN_BLOCKS_PER_RANK", 2)
     count = 20
     write_token_file(tmp_path / "x", documents(99, count=count), vocab_size=100)
 
@@ -219,12 +219,12 @@ def test_every_entry_of_an_index_with_several_blocks_is_checked(
 
 
 def test_ranks_divide_the_checks_of_a_large_index_only() -> None:
-    blocks = token_file.CHECKS_PER_RANK * token_file.ENTRIES_PER_CHECK
+    blocks = token_file.MIN_BLOCKS_PER_RANK * token_file.ENTRIES_PER_CHECK
     assert entry_ranges(blocks, 3, 8) == entry_ranges(blocks)
     shares = [entry_ranges(6 * blocks + 1, rank, 8) for rank in range(8)]
     assert sorted(chain(*shares[:6])) == entry_ranges(6 * blocks + 1)
     assert shares[6:] == shares[:2]
-    assert max(len(share) for share in shares) == token_file.CHECKS_PER_RANK + 1
+    assert max(len(share) for share in shares) == token_file.MIN_BLOCKS_PER_RANK + 1
 
 
 def test_a_damaged_index_names_the_command_that_compares_its_checksum(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.data import corpus as corpus_module
+from threefold.data import token_file
+from threefold.data.corpus import open_corpus
 from threefold.data.dataset import TrainingData
 from threefold.pretrain import setup
 from threefold.pretrain.experiment import Experiment, check_phases
@@ -248,3 +250,32 @@ def test_nodes_whose_files_differ_are_named(corpus: Path) -> None:
     assert 'train" has other content on rank 1 (b) than on rank 0 (a); copy' in tokens[0][0]
     warning = "warning: models/a.py differs between rank 0 (a) and rank 1 (b); use the same commit"
     assert code[1] == ("", "") and not code[0][0] and code[0][1].startswith(warning)
+
+
+def test_equal_tables_have_the_same_text() -> None:
+    text = setup.canonical({"a": 5e8, "b": {"x": 1, "y": [0.5]}})
+    assert text == setup.canonical({"b": {"y": [0.5], "x": 1.0}, "a": 500_000_000})
+    assert text != setup.canonical({"b": {"y": [0.25], "x": 1}, "a": 500_000_000})
+
+
+def test_a_damage_that_one_rank_has_found_ends_all_of_them(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks divide the check of a large index. A launcher must not blame that rank's node."""
+    copy = tmp_path / "copy"
+    shutil.copytree(corpus, copy)
+    index = copy / "train.idx"
+    content = bytearray(index.read_bytes())
+    content[token_file.HEADER.size + 4 * 5] ^= 2  # the length of a document in the second block
+    index.write_bytes(content)
+    recipe = parse_recipe(small_recipe(copy), "small")
+    monkeypatch.setattr(token_file, "ENTRIES_PER_CHECK", 3)
+    with pytest.raises(UserError, match="is damaged"):
+        open_corpus(str(copy / "train"), recipe, rank=0, ranks=2)
+    monkeypatch.setattr(token_file, "MIN_BLOCKS_PER_RANK", 1)
+    assert open_corpus(str(copy / "train"), recipe, rank=0, ranks=2).damage is None
+    found = open_corpus(str(copy / "train"), recipe, rank=1, ranks=2).damage
+    assert "is damaged" in str(found)
+    data = mock.Mock(spec=TrainingData, _opened={0: mock.Mock(**{"file.damage": found})})
+    with pytest.raises(UserError, match="is damaged"):
+        TrainingData.check_index(data)

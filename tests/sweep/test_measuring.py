@@ -275,6 +275,7 @@ def test_srun_passes_on_the_address_although_the_job_exports_nothing(
     for stub in ("srun", "scontrol"):
         (tmp_path / stub).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[7-8]")
     processes = SlurmLauncher(Path("sweep.py")).start(files, TWO_NODES)
     processes.wait(30)
     words = files.launcher_log.read_text().split()

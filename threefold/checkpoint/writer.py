@@ -115,8 +115,8 @@ class Assembly:
             and (tensor.rank == 0 or not self.shardings[fragment.name].replicated)
         ]
         kinds = {name: state.kinds(name) for name in self.shardings}
-        # The parameters of all ranks would be gigabytes on 8,192 ranks. Few ranks hold different
-        # ones, namely different experts: of equal ones, the first rank sends its own.
+        # The parameters of all ranks would be gigabytes on 8,192 ranks. Ranks differ only in their
+        # experts, so the first rank of those with equal parameters broadcasts them.
         parameters = self.shardings, kinds
         digest = hashlib.sha256(repr(parameters).encode()).digest()
         everyones = gathered((digest, own), group)
@@ -129,8 +129,8 @@ class Assembly:
             self.kinds |= of_first[0][1]
         shapes = {name: sharding.shape for name, sharding in self.shardings.items()}
         self.owners = assign_owners(shapes, dist.get_world_size(group))
-        # Only those that this rank sends or receives: under ZeRO-3, each of 8,192 ranks has a piece
-        # of every parameter.
+        # Keep only the pieces that this rank sends or receives: under ZeRO-3, each of 8,192 ranks
+        # has a piece of every parameter.
         self.own = own
         self.pieces: dict[str, list[ParameterPiece]] = {
             name: [] for name, owner in self.owners.items() if owner == self.rank
@@ -145,18 +145,18 @@ class Assembly:
     def _connect(self) -> None:
         """Connect this rank with those that it exchanges pieces with.
 
-        A connection is made when both ranks ask for it, and one of them may wait in `isend`. In a
-        save, ranks could wait for each other in a circle. Here, all ranks make their connections in
-        the same order: a random one, in which few connections wait for earlier ones.
+        A connection is made when both ranks ask for it, and until then `isend` may block. In a
+        save, ranks could therefore deadlock. Here, all ranks make their connections in the same
+        order: a random one, in which few connections wait for earlier ones.
         """
         owners = {self.owners[piece.fragment.name] for piece in self.own}
         senders = {piece.rank for pieces in self.pieces.values() for piece in pieces}
         pairs = [tuple(sorted((self.rank, n))) for n in owners | senders if n != self.rank]
         message = torch.zeros(1)
-        # gloo takes the network interface of a message from its tag, and connects each separately.
-        interfaces = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+        # gloo chooses the network interface by the tag, and connects each interface separately.
+        interface_count = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
         for low, high in sorted(pairs, key=lambda pair: (hash(pair), pair)):
-            for tag in range(interfaces):
+            for tag in range(interface_count):
                 if self.rank == low:
                     dist.send(message, group=self.group, group_dst=high, tag=tag)
                 else:

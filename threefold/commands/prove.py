@@ -73,7 +73,7 @@ def run_proof(options: argparse.Namespace) -> int:
     """Train the recipe in its layouts, print the report, and return the exit code.
 
     Raises:
-        UserError: the recipe or an option is invalid, or a picture cannot be written.
+        UserError: the recipe or an option is invalid.
     """
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -134,26 +134,28 @@ def report(
         complete: False if the proof was interrupted
 
     Returns:
-        False if standard output cannot be written
-
-    Raises:
-        UserError: a picture cannot be written.
+        False if standard output or a picture cannot be written
     """
-    is_printed = True
+    is_written = True
     try:  # before the pictures, which may fail
         print(report_text(findings, options, proof=proof, complete=complete), flush=True)
     except OSError as problem:
         report_unwritable("prove.py", problem)
-        is_printed = False
-    if options.heatmap:
-        from threefold.prove.picture import draw_heatmap  # matplotlib, which few proofs need
+        is_written = False
+    if not options.heatmap and not options.curves:
+        return is_written
+    from threefold.prove.picture import draw_curves, draw_heatmap  # matplotlib, which few need
 
-        draw_heatmap(findings, title=f"{title}: {summary(findings)}", file=options.heatmap)
-    if options.curves:
-        from threefold.prove.picture import draw_curves
-
-        draw_curves(findings, title=title, file=options.curves)
-    return is_printed
+    above = f"{title}: {summary(findings)}"
+    pictures = ((draw_heatmap, above, options.heatmap), (draw_curves, title, options.curves))
+    for draw, heading, file in pictures:
+        try:
+            if file:
+                draw(findings, title=heading, file=file)
+        except UserError as problem:
+            print(f"prove.py: {problem}", file=sys.stderr)
+            is_written = False
+    return is_written
 
 
 def report_text(

@@ -117,7 +117,7 @@ def output_folder(
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a temporary folder, which `_remove_abandoned` of another process then keeps."""
+    """Lock a temporary folder, so that `_remove_abandoned` of another process keeps it."""
     with (folder / "lock").open("a+", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -133,13 +133,14 @@ def _locked(folder: Path) -> Iterator[None]:
 def _remove_abandoned(path: Path) -> None:
     """Remove the temporary folders of an output whose processes were killed.
 
-    A folder without LOCK_TEXT stays: its process may not have locked it yet, or cannot.
+    A folder without LOCK_TEXT stays: its process may not have locked it yet, or its file system has
+    no locks.
     """
     name = re.compile(re.escape(path.name) + r"\.[a-z0-9_]{8}" + re.escape(INCOMPLETE))
     for folder in list(path.parent.glob(f"*{INCOMPLETE}")):
         if not name.fullmatch(folder.name):
             continue
-        with suppress(OSError), (folder / "lock").open("rb+") as lock:  # NFS locks writable files
+        with suppress(OSError), (folder / "lock").open("rb+") as lock:  # NFS needs that
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_only_copy = (folder / "old").exists() and not path.exists()
             if lock.read() == LOCK_TEXT.encode() and not is_only_copy:

@@ -43,7 +43,12 @@ def open_corpus(path: str, recipe: Recipe, *, rank: int = 0, ranks: int = 1) -> 
     file = TokenFile(repository_path(path))
     _check_manifest(recipe, file)
     is_ours = bool(read_manifest(file.path.parent))
-    file.check_index(one_sequence_per_document=is_ours, rank=rank, ranks=ranks)
+    try:
+        file.check_index(one_sequence_per_document=is_ours, rank=rank, ranks=ranks)
+    except UserError as damage:
+        if not file.divides_check(ranks):
+            raise
+        file.damage = damage  # the ranks end together, once they have joined each other
     _check_tokens(recipe, file)
     return file
 
@@ -183,8 +188,8 @@ def fingerprint(recipe: Recipe) -> dict[str, Any]:
     } | ({"parts": later} if later else {})
 
 
-def contents(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
-    """Return a hash of each file of a recipe's data, by its key and path.
+def content_hashes(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
+    """Return a hash of each part of a recipe's data, by its key and path.
 
     Args:
         data: `fingerprint` of the recipe

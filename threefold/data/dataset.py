@@ -195,6 +195,16 @@ class TrainingData:
         """The fingerprint of the data that the run reads; hashes the files on first use."""
         return fingerprint(self.recipe)
 
+    def check_index(self) -> None:
+        """Raise what this rank has found in its part of a large index, which only it has read.
+
+        Raises:
+            UserError: the index is damaged.
+        """
+        for view in self._opened.values():
+            if view.file.damage:
+                raise view.file.damage
+
     def check_unchanged(self) -> None:
         """Check that the training data still have the fingerprint of the run's start.
 

@@ -36,7 +36,7 @@ TOKEN_CODES = {"<u2": 8, "<i4": 4}
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # Megatron's format stores lengths as int32
 INDEX_ENTRIES_PER_WRITE = 2**20
 ENTRIES_PER_CHECK = 2**16  # of a column of the index; arrays of this size stay in the cache
-CHECKS_PER_RANK = 256  # at least, so that a damage of a smaller index is found by all ranks
+MIN_BLOCKS_PER_RANK = 256  # so that all ranks find a damage in a small index
 TEMPORARY = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN)  # errors of a failover
 MAX_REPETITIONS, SECONDS_BETWEEN_TRIES = 12, 5.0  # a file server's failover takes up to a minute
 
@@ -117,6 +117,9 @@ class TokenFile:
     file, whereas a mapped file would end the process with a bus error. Moreover, the tokens read do
     not count as memory of the process. Entries of the .idx are read in the same way.
 
+    Attributes:
+        damage: what this rank has found in its share of an index that the ranks check together
+
     Raises:
         UserError: a file is missing, not a token file, or truncated.
     """
@@ -164,6 +167,7 @@ class TokenFile:
         _check_size(file, end)
         self.count = file.stat().st_size // self.dtype.itemsize
         self._file = PositionedFile(file)
+        self.damage: UserError | None = None
 
     @property
     def is_written(self) -> bool:
@@ -320,6 +324,10 @@ class TokenFile:
             if len(wrong) or not 0 <= documents[0] <= documents[-1] <= self.sequences:
                 raise self._damaged(f"documents {first} .. {after - 1} are not in order")
 
+    def divides_check(self, ranks: int) -> bool:
+        """Return True if `check_index` reads different entries on different ranks."""
+        return entry_ranges(self.boundaries, 0, ranks) != entry_ranges(self.boundaries)
+
     def _damaged(self, reason: str) -> UserError:
         return UserError(
             f"{self._index} is damaged: {reason}; restore it from a copy, or delete the corpus "
@@ -343,9 +351,9 @@ class TokenFile:
 
 
 def entry_ranges(count: int, rank: int = 0, ranks: int = 1) -> list[tuple[int, int]]:
-    """Return the ranges of a column's entries that a rank checks, each at once."""
+    """Return the ranges of a column's entries that a rank checks, a block each."""
     firsts = range(0, max(count, 1), ENTRIES_PER_CHECK)
-    shares = max(1, min(ranks, len(firsts) // CHECKS_PER_RANK))
+    shares = max(1, min(ranks, len(firsts) // MIN_BLOCKS_PER_RANK))
     firsts = firsts[rank % shares :: shares]
     return [(first, min(first + ENTRIES_PER_CHECK, count)) for first in firsts]
 

@@ -180,7 +180,7 @@ def _stop_on_request(outcome: AttemptResult, codes: Sequence[int]) -> Diagnosis:
     if INTERRUPTED in codes or orderly:
         return Diagnosis(reason, exit_code=INTERRUPTED)
     failed = next(end for end in outcome.ends if end.code != FINISHED)
-    if outcome.asked_again:
+    if outcome.asked_again and failed.code == -signal.SIGKILL:
         step = f"resumes after step {outcome.checkpoint}" if outcome.checkpoint else "starts again"
         reason += f" twice, so the ranks were killed before they had saved; a rerun {step}"
     else:

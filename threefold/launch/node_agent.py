@@ -9,7 +9,7 @@ object per line. The ranks write to its standard error.
      "ranks": [{"RANK": "0", "LOCAL_RANK": "0"}, ...], "servers": [...]}
     {"do": "signal", "number": 15}     signal to all ranks
     {"do": "kill"}                     SIGKILL to all ranks and their children
-    {"do": "end"}                      launch.py closes the connection, and has not died
+    {"do": "end"}                      launch.py closes the connection on purpose
     {"do": "beat"}                     -> {"is": "beat"}
     {"do": "look"}                     -> {"is": "gpus", "answer": true, "errors": [[TEXT, SEVERE]]}
                                        -> {"is": "here", "host": "node1", "boot": "ID",
@@ -23,9 +23,9 @@ at which ssh has reached it. While a command takes long, for example because the
 not answer, the agent reports "beat" by itself.
 
 If commands stop coming (launch.py or the network is gone), the agent asks its ranks to save and
-stop, kills them if they do not end, and ends itself. In an elastic Slurm job whose first node, and
-with it launch.py, has died, it requeues the job before. Only the standard library is imported, so
-that an agent starts in a few milliseconds.
+stop, kills them if they do not end, and ends itself. If the first node of an elastic Slurm job has
+died, and launch.py with it, the agent requeues the job before it ends. Only the standard library is
+imported, so that an agent starts in a few milliseconds.
 
     python threefold/launch/node_agent.py RUN SECONDS_OF_SILENCE SECONDS_TO_STOP STANDBY SNAPSHOTS
 
@@ -292,12 +292,16 @@ def requeue_without_batch_host(job: str) -> None:
     with contextlib.suppress(OSError):  # in a container without Slurm's programs
         while time.monotonic() < deadline:
             host = answer("squeue", "--noheader", f"--jobs={job}", "--format=%B")
-            if host:
-                nodes = f"--nodelist={host}"
-                if answer("squeue", "--noheader", f"--jobs={job}", nodes, "--format=%i") == "":
-                    subprocess.run(["scontrol", "requeue", job], stdin=subprocess.DEVNULL)
-                    return
+            is_gone = host and is_gone_from(job, host)
+            if is_gone and answer("scontrol", "requeue", job) is not None:
+                return
             time.sleep(SECONDS_BETWEEN_QUESTIONS * random.uniform(0.5, 1.5))
+
+
+def is_gone_from(job: str, host: str) -> bool:
+    """Return True if a job no longer has a node."""
+    jobs = ("squeue", "--noheader", f"--jobs={job}", f"--nodelist={host}", "--format=%i")
+    return answer(*jobs) == ""
 
 
 def answer(*command: str) -> str | None:
@@ -311,7 +315,7 @@ def answer(*command: str) -> str | None:
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            text=True,
+            encoding="utf-8",
             timeout=SECONDS_FOR_ANSWER,
         )
     except subprocess.TimeoutExpired:

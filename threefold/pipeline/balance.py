@@ -152,7 +152,10 @@ def evenly_spaced(count: int, most: int) -> list[int]:
 
 
 def packed(items: Iterable[Item], size: Callable[[Item], int], most: int) -> list[list[Item]]:
-    """Divide items, in order, into lists of at most `most` together, unless one item is larger."""
+    """Divide items, in order, into lists of a total size of at most `most`.
+
+    A larger item gets a list of its own.
+    """
     lists: list[list[Item]] = []
     total = 0
     for item in items:

@@ -52,6 +52,7 @@ def save_figure(figure: Figure, file: Path) -> None:
         content, format=file.suffix.lstrip("."), dpi=200, bbox_inches="tight", pad_inches=0.1
     )
     # `write_whole` of run_folder/ does the same for texts, but this package is on a lower floor.
+    file = file.resolve()  # a link to a file stays one
     fresh = file.with_name(file.name + ".incomplete")
     try:
         with fresh.open("wb") as stream:

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import json
 import os
 import socket
 import sys
@@ -11,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,7 +36,7 @@ from threefold.config.loading import value_text
 from threefold.config.parallel_dims import check_placement
 from threefold.config.recipe import Recipe
 from threefold.config.sections import REPOSITORY
-from threefold.data.corpus import contents
+from threefold.data.corpus import content_hashes
 from threefold.data.dataset import Prefetcher, TrainingData
 from threefold.engine.build import DTYPES
 from threefold.engine.engine import Engine
@@ -207,27 +208,29 @@ def join(
 
 
 def check_files(experiment: Experiment, data: TrainingData, names: Sequence[str]) -> None:
-    """Check that all ranks have read the same recipe and data; collective.
+    """Check that all ranks have read the same recipe and undamaged, equal data; collective.
 
     Nodes may have files of their own under the same paths. Different code causes only a warning: a
     restart must not fail because the code of some nodes has just been updated.
 
     Args:
-        names: of the ranks, for messages
+        names: the ranks' names, for messages
 
     Raises:
-        UserError: two ranks have read different files.
+        UserError: two ranks have read different files, or a rank has found a damage.
     """
+    with raise_on_all_ranks():
+        data.check_index()
     recipe = experiment.whole_recipe
     config = {f"{recipe.deepspeed}: {key}": value for key, value in leaves(experiment.config)}
     parts = {
         "recipe": dict(leaves(recipe.model_dump(mode="json"))) | config,
-        "data": contents(recipe, data.fingerprint),
+        "data": content_hashes(recipe, data.fingerprint),
         # One rank of each node is enough.
         "code": code_of_node() if experiment.world.local_rank == 0 else {},
     }
     digests = {
-        name: hashlib.sha256(repr(part).encode()).digest() if part else None
+        name: hashlib.sha256(canonical(part).encode()).digest() if part else None
         for name, part in parts.items()
     }
     everyones = gathered(digests)
@@ -236,12 +239,17 @@ def check_files(experiment: Experiment, data: TrainingData, names: Sequence[str]
         other = next((n for n, own in enumerate(of_ranks) if own not in (None, of_ranks[0])), 0)
         if not other:
             continue
-        first, second = filter(None, gathered(part if dist.get_rank() in (0, other) else None))
-        key = next(key for key in first | second if first.get(key) != second.get(key))
+        first, second = [part], [part]
+        dist.broadcast_object_list(first, src=0)
+        dist.broadcast_object_list(second, src=other)
+        own, others = first[0], second[0]
+        key = next((key for key in own | others if own.get(key) != others.get(key)), None)
+        if key is None:  # null on one of them, and left out on the other
+            continue
         if name == "recipe":
             raise UserError(
-                f"{key} is {value_text(first.get(key))} on {names[0]}, but "
-                f"{value_text(second.get(key))} on {names[other]}; use copies of the same recipe "
+                f"{key} is {value_text(own.get(key))} on {names[0]}, but "
+                f"{value_text(others.get(key))} on {names[other]}; use copies of the same recipe "
                 f"and DeepSpeed JSON on all nodes"
             )
         if name == "data":
@@ -257,13 +265,23 @@ def check_files(experiment: Experiment, data: TrainingData, names: Sequence[str]
             )
 
 
+def canonical(table: dict[str, Any]) -> str:
+    """Return a text that is the same for equal tables: 5e8 equals 500000000, in any order."""
+
+    def number(text: str) -> float:
+        return int(float(text)) if float(text).is_integer() else float(text)
+
+    return json.dumps(json.loads(json.dumps(table), parse_float=number), sort_keys=True)
+
+
 def code_of_node() -> dict[str, str]:
     """Return the hash of each module of this project, and the versions of packages."""
-    hashes = {
-        str(file.relative_to(REPOSITORY)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for folder in ("models", "recipes", "threefold")
-        for file in sorted((REPOSITORY / folder).rglob("*.py"))
-    }
+    hashes = {}
+    for folder in ("models", "recipes", "threefold"):
+        for file in (REPOSITORY / folder).rglob("*.py"):
+            with suppress(OSError):  # an editor's dangling link, or a file that git replaces
+                digest = hashlib.sha256(file.read_bytes()).hexdigest()
+                hashes[str(file.relative_to(REPOSITORY))] = digest
     return hashes | {f"the version of {name}": version(name) for name in ("torch", "deepspeed")}
 
 
