@@ -1,4 +1,7 @@
-"""Division of a model's blocks among the chunks of a pipeline. Arithmetic only."""
+"""Division of a model's blocks among the chunks of a pipeline, and of lists by size or number.
+
+Arithmetic only.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
