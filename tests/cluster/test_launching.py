@@ -258,7 +258,7 @@ def test_a_corpus_that_one_host_lacks_is_reported_with_the_host(
     facts = job.wait("FAILED", "COMPLETED")
     assert facts["ExitCode"] == "2:0" and facts["Restarts"] == "0", job.words(facts)
     assert re.search(r"rank 1 \(node\d\): .*of-one-host", job.words(facts)), job.words(facts)
-    assert "had exit code 2; srun killed others later" in job.words(facts)
+    assert "had exit code 2; others were killed" in job.words(facts)
 
 
 def test_jobs_follow_each_other(cluster: Cluster, corpus: Path, tmp_path: Path) -> None:
