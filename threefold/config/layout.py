@@ -294,7 +294,7 @@ def check_expert_ranks(model: ModelConfig, layout: Layout, world_size: int) -> N
         return
     share = model.experts.count * layout.expert_tensor // layout.tensor
     common = math.gcd(replicas, share)
-    # With layout.expert = 1, there is no exchange that layout.expert_overlap could hide.
+    # With layout.expert = 1, nothing is exchanged, so layout.expert_overlap has no effect.
     least = 2 if layout.expert_overlap and share == model.experts.count else 1
     if common >= least:
         works = f"layout.expert = {nearest_divisors(common, layout.expert, least=least)}"

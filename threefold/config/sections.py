@@ -54,7 +54,7 @@ def output_path(path: str) -> Path:
     """Return the path of a file or folder that a command writes, as `repository_path` does.
 
     Raises:
-        UserError: a link on the way to it leads to nothing.
+        UserError: a link in the path is dangling.
     """
     check_links(_in_repository(path), "use another --output")
     return repository_path(path)

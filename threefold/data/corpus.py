@@ -188,14 +188,14 @@ def fingerprint(recipe: Recipe) -> dict[str, Any]:
     } | ({"parts": later} if later else {})
 
 
-def content_hashes(recipe: Recipe, data: dict[str, Any]) -> dict[str, Any]:
+def content_hashes(plan: PhasePlan, data: dict[str, Any]) -> dict[str, Any]:
     """Return a hash of each part of a recipe's data, by its key and path.
 
     Args:
         data: `fingerprint` of the recipe
     """
-    sets: dict[str, str] = {}
-    for segment in PhasePlan(recipe).segments:
+    recipe, sets = plan.recipe, dict[str, str]()
+    for segment in plan.segments:
         sets |= {path: name for name, path in segment.recipe.data.validation_sets.items()}
     return {
         f'data.tokenizer = "{recipe.data.tokenizer}"': data["tokenizer"],

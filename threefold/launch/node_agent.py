@@ -308,7 +308,7 @@ def answer(*command: str) -> str | None:
     """Return the output of a command of Slurm; None if it fails.
 
     Raises:
-        OSError: there is no such command.
+        OSError: the command is not installed.
     """
     try:
         done = subprocess.run(
@@ -515,7 +515,7 @@ class NodeAgent:
         """Ask the ranks to save and stop, kill those that do not, and end this process.
 
         requeue: requeue an elastic Slurm job if its first node has died, unless launch.py has ended
-            in order
+            on purpose
         """
         self._busy_since = math.inf
         self.standby.kill()

@@ -221,13 +221,13 @@ def check_files(experiment: Experiment, data: TrainingData, names: Sequence[str]
     """
     with raise_on_all_ranks():
         data.check_index()
-    recipe = experiment.whole_recipe
+    recipe, is_first_of_node = experiment.whole_recipe, experiment.world.local_rank == 0
     config = {f"{recipe.deepspeed}: {key}": value for key, value in leaves(experiment.config)}
     parts = {
         "recipe": dict(leaves(recipe.model_dump(mode="json"))) | config,
-        "data": content_hashes(recipe, data.fingerprint),
-        # One rank of each node is enough.
-        "code": code_of_node() if experiment.world.local_rank == 0 else {},
+        # One rank of each node is enough for files that its ranks share.
+        "data": content_hashes(data.phase_plan, data.fingerprint) if is_first_of_node else {},
+        "code": code_of_node() if is_first_of_node else {},
     }
     digests = {
         name: hashlib.sha256(canonical(part).encode()).digest() if part else None

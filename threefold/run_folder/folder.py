@@ -89,7 +89,7 @@ class RunFolder:
 
         Raises:
             FolderInUse: another process holds the folder.
-            UserError: the folder cannot be written, or a link on the way to it leads to nothing.
+            UserError: the folder cannot be written, or a link in its path is dangling.
         """
         try:
             check_links(self._given, OTHER_FOLDER)
@@ -111,7 +111,7 @@ class RunFolder:
         """Raise FolderInUse if another process holds the folder.
 
         Raises:
-            UserError: the folder is not that of a run, or a link on the way to it leads to nothing.
+            UserError: the folder is not that of a run, or a link in its path is dangling.
         """
         check_links(self._given, OTHER_FOLDER)
         if self.path.exists():
