@@ -165,11 +165,7 @@ class Assembly:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the logical tensors that this rank assembles, in order of assembly."""
-        return {
-            name: sharding.shape
-            for name, sharding in self.shardings.items()
-            if self.owners[name] == self.rank
-        }
+        return {name: self.shardings[name].shape for name in self.pieces}
 
     def shapes_of(self, kind: str) -> dict[str, tuple[int, ...]]:
         """Return the `shapes` of the tensors that have a kind of state."""
