@@ -140,8 +140,8 @@ def recipe_of(table: dict[str, Any], **checkpoint: Any) -> Recipe:
     [
         ({"every": 20, "keep": 2}, 3),
         ({"every": 20, "keep": 2, "keep_every": 20}, 8),
-        ({"every": 20, "keep": 2, "keep_every": 30}, 4),  # only step 60 is saved and kept
-        ({"every": 30, "keep": 1, "keep_every": 50}, 3),  # step 100 is the last one
+        ({"every": 20, "keep": 2, "keep_every": 30}, 6),  # steps 30, 60 and 90 are kept
+        ({"every": 30, "keep": 1, "keep_every": 50}, 4),  # step 100 is the last one
         ({"every": 20, "keep": 1, "keep_best": 3}, 5),
         ({"every": 20, "keep": 1, "also_at": [1, 2, 4, 200]}, 5),
         ({"every": 20, "keep": 1, "also_at": [1, 40], "keep_every": 40}, 5),
@@ -160,6 +160,9 @@ def test_the_most_saves_that_are_left(step: int, expected: int, small: dict[str,
     late = {"name": "late", "start_step": 50, "optimizer": {"learning_rate": 1e-3}}
     staged = recipe_of(small | {"phase": [late]}, every=30, also_at=[1, 20, 30, 40, 200])
     assert most_saves(staged, step) == expected + 1
+    regular = recipe_of(small, every=30, keep_every=20, also_at=[1, 20])
+    due = [n for n in range(step + 1, 101) if regular.checkpoint.is_save_due(n, 100)]
+    assert most_saves(regular, step) == len(due)
 
 
 @pytest.fixture

@@ -192,9 +192,9 @@ def most_checkpoints(recipe: Recipe) -> int:
 def _always_kept(recipe: Recipe) -> int:
     """Return the number of checkpoints that `keep_every` and `also_at` keep until the end."""
     settings, steps = recipe.checkpoint, recipe.training.steps
-    common = math.lcm(settings.every, settings.keep_every) or steps + 1  # of no step
-    others = {step for step in (*settings.also_at, steps) if step <= steps and step % common}
-    return steps // common + sum(map(settings.is_always_kept, others))
+    kept_every = settings.keep_every or steps + 1
+    others = {step for step in settings.also_at if step <= steps and step % kept_every}
+    return steps // kept_every + len(others)
 
 
 def most_saves(recipe: Recipe, step: int) -> int:
@@ -203,5 +203,10 @@ def most_saves(recipe: Recipe, step: int) -> int:
     The end of each phase is counted, although it is saved only if the next one needs other ranks.
     """
     settings, steps = recipe.checkpoint, recipe.training.steps
-    others = {n for n in (*settings.also_at, steps) if step < n <= steps and n % settings.every}
-    return steps // settings.every - step // settings.every + len(others) + len(recipe.phase)
+    every, kept_every = settings.every, settings.keep_every or steps + 1
+    both = math.lcm(every, kept_every)
+    regular, regular_before = (n // every + n // kept_every - n // both for n in (steps, step))
+    others = {
+        n for n in (*settings.also_at, steps) if step < n <= steps and n % every and n % kept_every
+    }
+    return regular - regular_before + len(others) + len(recipe.phase)

@@ -275,7 +275,7 @@ class Checkpoint(Section):
     """Newest checkpoints that are kept. Two, so that a damaged one has a predecessor."""
 
     keep_every: NonNegative = 0
-    """Also keep the checkpoint of every step that is a multiple of this number; 0: keep no more."""
+    """Steps between checkpoints that are saved in addition and always kept; 0: none."""
 
     keep_best: NonNegative = 0
     """Also keep this many checkpoints with the lowest validation loss, the mean over all validation
@@ -307,7 +307,7 @@ class Checkpoint(Section):
 
     def is_save_due(self, step: int, last: int) -> bool:
         """Return True if a checkpoint is due after a step of a run with `last` steps."""
-        return step % self.every == 0 or step in self.also_at or step == last
+        return step % self.every == 0 or self.is_always_kept(step) or step == last
 
     def is_always_kept(self, step: int) -> bool:
         """Return True if the checkpoint of a step is kept until the end of the run."""
