@@ -242,8 +242,10 @@ def test_a_second_start_of_a_finished_run_prints_the_summary(
 ) -> None:
     folder, _ = finished
     before = (folder / "metrics.jsonl").read_bytes()
-    output = two_ranks(recipe_file, "--run-dir", folder)
+    changed_decay = ("--set", "optimizer.weight_decay=0.3")
+    output = two_ranks(recipe_file, "--run-dir", folder, *changed_decay)
     assert "small is finished: 8 steps" in output
+    assert "not trained with these changes: optimizer.weight_decay: 0.1 -> 0.3; to" in output
     longer = "to train longer at the learning rate of 4.00e-04, use --set training.steps=16 --set "
     assert f"{longer}optimizer.schedule.steps=8; " in output
     assert (folder / "metrics.jsonl").read_bytes() == before

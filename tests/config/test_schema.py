@@ -417,6 +417,15 @@ def rejection(path: Path, overrides: list[str], ranks: int) -> str:
     return str(rejected.value)
 
 
+def test_the_advice_for_a_node_of_six_ranks_divides_the_heads_too() -> None:
+    changes = ["layout.tensor=4", "layout.pipeline=1", "model.heads=12", "model.kv_heads=4"]
+    recipe = load_recipe(TINY, changes)
+    with pytest.raises(UserError, match=r"does not divide the 6 ranks .* use layout.tensor = 2$"):
+        recipe.parallel_dims(LaunchEnvironment(size=12, local_size=6))
+    with pytest.raises(UserError, match=r"not divisible by layout.tensor = 4; use .* = 2$"):
+        load_recipe(TINY, ["layout.tensor=4", 'cluster={nodes=1,gpus_per_node=6,gpu="H100"}'])
+
+
 @pytest.mark.parametrize(("overrides", "ranks", "key", "works"), BAD, ids=[row[0] for row in BAD])
 def test_a_bad_recipe_is_rejected(overrides: str, ranks: int, key: str, works: str) -> None:
     message = rejection(TINY, overrides.split(";"), ranks)

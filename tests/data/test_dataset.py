@@ -618,3 +618,10 @@ def test_overwritten_training_data_are_noticed(own_corpus: dict[str, Any], tmp_p
         stream.write(bytes(64))
     with pytest.raises(UserError, match=r"/data/train: the tokens have been overwritten since"):
         data.check_unchanged()
+
+
+def test_a_ramp_does_not_change_the_windows_of_validations(small: dict[str, Any]) -> None:
+    """Even if the run ends within the ramp, so that no step has the full batch."""
+    ramp = {"start_sequences": 2, "increment": 2, "samples": 1000}
+    ramped = build(changed(small, batch__ramp=ramp))
+    assert ramped.validation_windows("") == build(small).validation_windows("")

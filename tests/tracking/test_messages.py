@@ -21,9 +21,10 @@ from threefold.tracking.messages import (
     longer_training,
     summarize,
     tell_changes,
+    tell_untrained_changes,
     thread_excess,
-    warmup_note,
 )
+from threefold.tracking.tracker import Tracker
 
 RAISE = "to train longer, raise training.steps above 20"
 WSD = {"warmup_steps": 2, "decay": "wsd", "decay_steps": 5}
@@ -163,7 +164,11 @@ def test_a_vocabulary_with_unused_rows_has_a_note(
 ) -> None:
     """A difference that padding explains is normal; pretrain.py and plan.py agree."""
     (tmp_path / "manifest.json").write_text(json.dumps({"vocab_size": tokens}))
-    table = changed(small_recipe(tmp_path), model__vocab_size=rows)
+    never = {"decay": 0.9, "start_step": 1000}
+    table = changed(
+        small_recipe(tmp_path), model__vocab_size=rows, optimizer__average=never,
+        training__evaluate_every=1,
+    )  # fmt: skip
     recipe = parse_recipe(table, "test")
     one = ParallelDims(pipeline=1, data=1, tensor=1)
     found = mock.Mock(progress=Progress(), weights_only=False, path=None, in_memory=False)
@@ -174,6 +179,8 @@ def test_a_vocabulary_with_unused_rows_has_a_note(
     command = (plan.main, tmp_path / "recipe.toml", "--nodes", 1, "--gpus-per-node", 1)
     options = ("--gpu", "H100", "--top", 0)
     planned = run_here(*command, *options).stdout
+    assert "optimizer.average begins with update 1001" in planned
+    assert "Validation is not counted, and takes up to" in planned
     for printed in (started, planned):
         assert printed.count("model.vocab_size = ") == 2 * bool(unused)
         assert unused in printed
@@ -187,7 +194,7 @@ def test_a_vocabulary_with_unused_rows_has_a_note(
 
 
 def test_a_run_that_ends_within_its_warm_up_has_a_note(tmp_path: Path) -> None:
-    """The warm-up of the last schedule counts, from its own first step."""
+    """The steps of each schedule count from its own first step."""
 
     def note(
         *late: dict[str, Any], steps: int = 40, warmup: int = 40, counts: str = "steps"
@@ -196,15 +203,85 @@ def test_a_run_that_ends_within_its_warm_up_has_a_note(tmp_path: Path) -> None:
         table["optimizer"]["schedule"] = {
             "warmup_steps": warmup, "counts": counts, "decay": "constant",
         }  # fmt: skip
-        return warmup_note(PhasePlan(parse_recipe(table | {"phase": list(late)}, "test")))
+        return "; ".join(PhasePlan(parse_recipe(table | {"phase": list(late)}, "test")).notes)
 
     assert "warmup_steps = 40, in steps 1 to 40; use for example warmup_steps = 4" in note()
-    assert note(steps=41) == note(counts="sequences") == ""
+    assert note(steps=41) == note(counts="sequences") == note(counts="sequences", warmup=319) == ""
+    assert "warmup_steps = 32" in note(counts="sequences", warmup=320)  # 8 in each of 40 steps
     late = {"name": "late", "start_step": 31}
     schedules = {n: {"warmup_steps": n, "decay": "constant"} for n in (9, 10)}
     late_note = note(late | {"optimizer": {"schedule": schedules[10]}}, warmup=2)
     assert "warmup_steps = 10, in steps 31 to 40" in late_note
-    assert note(late | {"optimizer": {"schedule": schedules[9]}}, warmup=35) == ""
+    assert note(late | {"optimizer": {"schedule": schedules[9]}}, warmup=30) == ""
+    cut_short = note(late | {"optimizer": {"schedule": schedules[9]}}, warmup=31)
+    assert 'still rises when phase "late" begins' in cut_short and "in steps 1 to 30" in cut_short
+
+
+@pytest.mark.parametrize(
+    ("average", "note"),
+    [
+        ({"start_step": 19}, ""),
+        ({"start_step": 20}, "begins with update 21, after the last step; use a smaller "
+                             "optimizer.average.start_step"),
+        ({"every": 20}, ""),
+        ({"every": 21}, "begins with update 21, after the last step; use a smaller "
+                        "optimizer.average.every"),
+        ({"start_step": 5, "every": 18}, ""),
+    ],
+)  # fmt: skip
+def test_an_average_that_never_begins_has_a_note(
+    average: dict[str, Any], note: str, small: dict[str, Any]
+) -> None:
+    table = changed(small, optimizer__average={"decay": 0.9} | average)
+    notes = PhasePlan(parse_recipe(table, "test")).notes
+    assert (note in notes[0]) if note else not notes
+
+
+def test_a_run_that_ends_within_its_ramp_has_a_note(small: dict[str, Any]) -> None:
+    """The batch grows from 4 to 8 after half of the samples of the ramp."""
+
+    def notes(samples: int) -> list[str]:
+        ramp = {"start_sequences": 4, "increment": 4, "samples": samples}
+        table = changed(small, batch__ramp=ramp, batch__micro_sequences=4, training__steps=20)
+        return PhasePlan(parse_recipe(table, "test")).notes
+
+    assert notes(76) == []  # step 20 is the only one with 8 sequences
+    assert "ends within batch.ramp, at 4 of batch.global_sequences = 8;" in notes(77)[0]
+
+
+def test_a_phase_that_changes_the_learning_rate_abruptly_says_so(small: dict[str, Any]) -> None:
+    """Without a schedule of its own, a phase with another learning rate warms up again."""
+
+    def said(**optimizer: Any) -> str:
+        late = {"name": "late", "start_step": 11, "optimizer": optimizer}
+        schedule = {"warmup_steps": 4, "decay": "constant"}
+        table = changed(small, optimizer__schedule=schedule, phase=[late])
+        plan = PhasePlan(parse_recipe(table, "test"))
+        tracker = mock.Mock(phase_plan=plan)
+        Tracker.begin_phase(tracker, *plan.segments)
+        (text,), _ = tracker.display.say.call_args
+        return text.partition(": ")[2]
+
+    assert said(learning_rate=1e-3) == (
+        "optimizer.learning_rate = 0.001; the learning rate changes from 4.00e-03 to 2.50e-04, "
+        "the start of a warm-up over 4 steps"
+    )
+    at_once = {"warmup_steps": 0, "decay": "constant"}
+    assert "from 4.00e-03 to 1.00e-03" in said(learning_rate=1e-3, schedule=at_once)
+    assert said(weight_decay=0.2) == "optimizer.weight_decay = 0.2"
+
+
+def test_a_finished_run_names_the_changes_that_it_is_not_trained_with(
+    small: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = parse_recipe(small, "test")
+    found = mock.Mock(changes=lambda _: {"optimizer.learning_rate": [4e-3, 1e-3]})
+    tell_untrained_changes(found, recipe)
+    said = capsys.readouterr().err
+    assert "is not trained with these changes: optimizer.learning_rate: 0.004 -> 0.001;" in said
+    found.changes = lambda _: {}
+    tell_untrained_changes(found, recipe)
+    assert capsys.readouterr().err == ""
 
 
 def test_changed_values_are_printed_as_text(

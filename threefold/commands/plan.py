@@ -159,6 +159,7 @@ def plan(options: argparse.Namespace) -> int:
         if phases:
             print(f'Phase "{phase}":')
         print_plan(recipe, own, problem, segments=planned)
+        print("".join(f"{note}\n" for note in whole.notes), end="")
         if phases:
             print("\n".join(["", *phases_lines(phases)]))
         if own and options.failures_per_day:
@@ -219,6 +220,11 @@ def print_plan(
     """
     if own:
         print("\n".join(report.plan_text(own, seconds_of_segments(own, segments))))
+        if every := recipe.training.evaluate_every:
+            batches = recipe.training.evaluation_batches * len(recipe.data.validation_sets)
+            share = batches / every / 3  # a forward pass is a third of a step
+            if share > SHOWN_SHARE:
+                print(f"Validation is not counted, and takes up to {share:.0%} more time.")
     else:
         print(f"The recipe's own layout is not valid: {problem}")
     if unexportable := export_problem(recipe.model):
@@ -358,6 +364,7 @@ def compare_tables(options: argparse.Namespace) -> int:
 
 # The command-line options of plan.py.
 
+SHOWN_SHARE = 0.02  # of the time that validations add
 SEARCHED = ("layout.", "batch.micro_sequences")  # keys that a search chooses
 LINK_OPTIONS = ("node_link", "network", "network_latency")
 

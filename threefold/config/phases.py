@@ -315,7 +315,7 @@ class PhasePlan:
 
     @property
     def phases(self) -> list[Segment]:
-        """The last segment of each phase, which has the full batch."""
+        """The last segment of each phase, which has the full batch unless the run ends before."""
         return [
             segment
             for segment, following in zip(self.segments, [*self.segments[1:], None], strict=True)
@@ -400,6 +400,43 @@ class PhasePlan:
         if batch.global_sequences < batch.whole.global_sequences:
             return RAMP
         return ""
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes about a warm-up, a ramp or an average for which the run is too short."""
+        last, steps = self.segments[-1], self.recipe.training.steps
+        notes = []
+        for segment, following in zip(self.segments, [*self.segments[1:], None], strict=True):
+            if following and following.schedule_first == segment.schedule_first:
+                continue
+            schedule = segment.recipe.optimizer.schedule
+            length = segment.last - segment.schedule_first + 1
+            if schedule.counts == "sequences":
+                length = segment.schedule_sequences
+                length += segment.steps * segment.recipe.batch.global_sequences
+            # A schedule may end exactly at its peak, for the next one to continue there.
+            if schedule.warmup_steps >= length + bool(following):
+                end = f'phase "{following.phase}" begins' if following else "the run ends"
+                notes.append(
+                    f"the learning rate still rises when {end}: optimizer.schedule.warmup_steps = "
+                    f"{schedule.warmup_steps}, in steps {segment.schedule_first} to "
+                    f"{segment.last}; use for example warmup_steps = {length // 10}"
+                )
+        batch, whole = last.recipe.batch.global_sequences, self.recipe.batch
+        if whole.ramp and not self.recipe.phase and batch < whole.global_sequences:
+            notes.append(
+                f"the run ends within batch.ramp, at {batch} of batch.global_sequences = "
+                f"{whole.global_sequences}; use a smaller batch.ramp.samples to reach them"
+            )
+        if average := self.recipe.optimizer.average:
+            first = (average.start_step // average.every + 1) * average.every
+            if first > steps:
+                key = "start_step" if average.start_step >= steps else "every"
+                notes.append(
+                    f"optimizer.average begins with update {first}, after the last step; use a "
+                    f"smaller optimizer.average.{key} to average the weights"
+                )
+        return notes
 
     @property
     def total_tokens(self) -> int:

@@ -143,17 +143,22 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check_tensor(self) -> "Recipe":
-        model, tensor = self.model, self.layout.tensor
-        keys = ["heads", "kv_heads", *(["ffn_hidden_size"] if model.has_dense_layers else [])]
-        divisible = math.gcd(*(getattr(model, key) for key in keys))
-        for key in keys:
-            size = getattr(model, key)
+        tensor = self.layout.tensor
+        for key, size in self._sizes_to_divide.items():
             if size % tensor:
+                node = self.cluster.gpus_per_node if self.cluster else 0
+                divisible = math.gcd(node, *self._sizes_to_divide.values())
                 raise UserError(
                     f"model.{key} = {size} is not divisible by layout.tensor = {tensor}; use "
                     f"layout.tensor = {nearest_divisors(divisible, tensor)}"
                 )
         return self
+
+    @property
+    def _sizes_to_divide(self) -> dict[str, int]:
+        """The keys of the model that layout.tensor must divide, and their values."""
+        keys = ["heads", "kv_heads", *(["ffn_hidden_size"] if self.model.has_dense_layers else [])]
+        return {key: getattr(self.model, key) for key in keys}
 
     @model_validator(mode="after")
     def _check_context(self) -> "Recipe":
@@ -289,10 +294,11 @@ class Recipe(Section):
         self._check_world(world)
         dims = ParallelDims.of_layout(self.layout, world.size)
         if world.local_size % dims.tensor:
+            divisible = math.gcd(world.local_size, *self._sizes_to_divide.values())
             raise UserError(
                 f"layout.tensor = {dims.tensor} does not divide the {world.local_size} ranks "
                 f"of a node, and every tensor group must be inside one node; use layout.tensor = "
-                f"{nearest_divisors(world.local_size, dims.tensor)}"
+                f"{nearest_divisors(divisible, dims.tensor)}"
             )
         self._check_batch(dims)
         return dims

@@ -284,11 +284,11 @@ class TrainingData:
         """Return the windows that each validation reads from a set, spread evenly over its file.
 
         Each set is validated over `training.evaluation_batches` global batches, or as a whole if it
-        has fewer windows. They are batches of the first phase, so that a ramp or a later phase with
-        another batch does not change the windows.
+        has fewer windows. They are full batches of the first phase, so that a ramp or a later phase
+        with another batch does not change the windows.
         """
-        corpus, first = self.validation[name], self.phase_plan.phases[0].recipe
-        wanted = first.training.evaluation_batches * first.batch.global_sequences
+        corpus, recipe = self.validation[name], self.recipe
+        wanted = recipe.training.evaluation_batches * recipe.batch.global_sequences
         count = min(wanted, corpus.count)
         return [n * corpus.count // count for n in range(count)]
 

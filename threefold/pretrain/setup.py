@@ -77,8 +77,8 @@ from threefold.tracking.messages import (
     tell_changes,
     tell_skipped,
     tell_unsaved_attempt,
+    tell_untrained_changes,
     thread_excess,
-    warmup_note,
     warn,
 )
 from threefold.tracking.profiler import StepProfiler, TimelineRecorder
@@ -364,6 +364,8 @@ def begin(
             tell_skipped(folder, start.found)
             begin_branch(folder, start)
     if is_finished:
+        if world.rank == 0:
+            tell_untrained_changes(start.found, experiment.whole_recipe)
         leave_processes(partial(summarize, experiment.whole_recipe, folder, world, start.found))
         exit_now(FINISHED)
     with exit_on_user_error(world, experiment.origin), raise_on_all_ranks():
@@ -375,7 +377,7 @@ def begin(
         hosts = list(handle.supervisor.hosts)
         imbalance = data.context_imbalance()
         announce(recipe, experiment.dims, hosts, folder, start.found, imbalance)
-        for note in filter(None, (excess, warmup_note(experiment.phase_plan))):
+        for note in filter(None, (excess, *experiment.phase_plan.notes)):
             print(f"  {note}", flush=True)
         tell_unsaved_attempt(folder, start.found)
         tell_changes(folder, start.found, experiment.whole_recipe)

@@ -119,22 +119,6 @@ def announce(
         print("\n".join(f"  {line}" for line in rank_map(dims, hosts)), flush=True)
 
 
-def warmup_note(plan: PhasePlan) -> str:
-    """Return a note if the run ends while its learning rate still rises; "" if it does not.
-
-    A schedule that counts sequences has no note.
-    """
-    last = plan.segments[-1]
-    schedule, steps = last.recipe.optimizer.schedule, last.last - last.schedule_first + 1
-    if schedule.counts == "sequences" or schedule.warmup_steps < steps:
-        return ""
-    return (
-        f"the learning rate still rises when the run ends: optimizer.schedule.warmup_steps = "
-        f"{schedule.warmup_steps}, in steps {last.schedule_first} to {last.last}; use for example "
-        f"warmup_steps = {steps // 10}"
-    )
-
-
 def nodes_and_ranks(nodes: Sequence[str], ranks: int) -> str:
     """Return the numbers of nodes and ranks, with the names of the nodes."""
     more = len(nodes) - MAX_NODES_IN_MESSAGE
@@ -144,19 +128,43 @@ def nodes_and_ranks(nodes: Sequence[str], ranks: int) -> str:
 
 def tell_changes(folder: RunFolder, start: "ResumePoint", recipe: Recipe) -> None:
     """Print the keys that have changed since the save, and warn of a learning rate that jumps."""
-    for key, (before, now) in start.changes(recipe).items():
-        old, new = ("unset" if value is None else value_text(value) for value in (before, now))
+    for key, change in change_texts(start, recipe).items():
         without_effect = ""
         if key == "training.initial_weights":
             without_effect = (
                 ", which has no effect, because the run resumes from its own checkpoint; to start "
                 "from these weights, use another --run-dir, or --resume never"
             )
-        print(f"  {key}: {old} -> {new}{without_effect}", flush=True)
+        print(f"  {change}{without_effect}", flush=True)
     if change := start.change_of_average(recipe):
         print(f"  {change}", flush=True)
     if jump := start.learning_rate_jump(recipe):
         warn(folder, start.progress.step, jump)
+
+
+def change_texts(start: "ResumePoint", recipe: Recipe) -> dict[str, str]:
+    """Return key -> text for the keys that have changed since the save."""
+    texts = {}
+    for key, values in start.changes(recipe).items():
+        old, new = ("unset" if value is None else value_text(value) for value in values)
+        texts[key] = f"{key}: {old} -> {new}"
+    return texts
+
+
+UNTRAINED = ("checkpoint.", "cluster.", "supervision.", "tracking.")  # do not affect the training
+
+
+def tell_untrained_changes(start: "ResumePoint", recipe: Recipe) -> None:
+    """Print a warning about the keys that have changed since a finished run was saved."""
+    changes = change_texts(start, recipe)
+    if trained := [changes[key] for key in changes if not key.startswith(UNTRAINED)]:
+        print(
+            f"warning: the run is finished, so it is not trained with these changes: "
+            f"{', '.join(trained)}; to train with them, use another --run-dir, or another "
+            f"`name` in the recipe",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def warn(folder: RunFolder, step: int, message: str) -> None:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from models.cost import flops_per_token
 from models.errors import UserError
 from threefold.config.loading import value_text
+from threefold.config.optimization import MAX_RATE_CHANGE
 from threefold.config.phases import PhasePlan, Segment, changes
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import peak_tflops
@@ -324,6 +325,12 @@ class Tracker:
         steps = [after.first, self.phase_plan.steps_of(after.phase)[-1]]
         self.folder.event("phase", after.first, phase=after.phase, steps=steps, changed=different)
         values = ", ".join(f"{key} = {value_text(new)}" for key, (_, new) in different.items())
+        rates = before.learning_rate(after.first - 1), after.learning_rate(after.first)
+        if max(rates) > MAX_RATE_CHANGE * min(rates):
+            values += f"; the learning rate changes from {rates[0]:.2e} to {rates[1]:.2e}"
+            schedule = after.recipe.optimizer.schedule
+            if schedule.warmup_steps and after.schedule_first == after.first:
+                values += f", the start of a warm-up over {schedule.warmup_steps} {schedule.counts}"
         self.display.say(f'phase "{after.phase}" begins with step {after.first}: {values}')
 
     def replace_ranks(self, step: int, phase: str) -> None:
