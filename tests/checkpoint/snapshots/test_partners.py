@@ -5,13 +5,17 @@ import os
 from datetime import timedelta
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from tests.ranks import join_world, run_ranks
 from threefold.checkpoint.snapshots import writer
+from threefold.checkpoint.snapshots.node_memory import NodeMemory
 from threefold.checkpoint.snapshots.writer import Partners, partner_nodes
+from threefold.runtime.processes import RankTree
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5, 8, 127, 128, 1024, 1025])
@@ -89,6 +93,44 @@ def test_files_arrive_at_the_partner(
                         assert not copy.exists()
                         continue
                     assert digest(copy) == digest(file), (file, copy)
+
+
+@pytest.mark.parametrize(("ranks", "ranks_per_node"), [(2, 2), (4, 1), (6, 2)])
+def test_a_node_needs_memory_for_its_own_files_and_those_of_one_partner(
+    ranks: int, ranks_per_node: int
+) -> None:
+    size_of = [4 * 3 * elements_of(rank) for rank in range(ranks)]
+    nodes = [
+        sum(size_of[first : first + ranks_per_node]) for first in range(0, ranks, ranks_per_node)
+    ]
+    held = {0: nodes[0]}
+    for group in partner_nodes(len(nodes)):
+        for place, node in enumerate(group[1:] + group[:1] if len(group) > 1 else ()):
+            held[node] = nodes[node] + nodes[group[place]]
+    expected = [held[rank // ranks_per_node] for rank in range(ranks)]
+    assert run_ranks(ranks, needed, ranks_per_node) == expected
+
+
+def elements_of(rank: int) -> int:
+    """Return the number of weights that a rank writes; the first rank has the embedding."""
+    return 100_000 if rank == 0 else 10 * rank
+
+
+def needed(ranks_per_node: int) -> int:
+    """Return the memory that a snapshot of three kinds of state needs on this rank's node."""
+    rank = join_world().rank
+    assembly = SimpleNamespace(
+        shapes={"w": (elements_of(rank) // 10, 10)}, kinds={"w": ("weights", "a", "b")}
+    )
+    training: Any = SimpleNamespace(
+        assembly=assembly,
+        tree=RankTree(timedelta(seconds=60), fan_out=2),
+        folder=SimpleNamespace(events=Path("/absent")),
+    )
+    memory = NodeMemory(Path("/absent"))
+    own = writer.SnapshotWriter(training, memory, every=1, step=0, ranks_per_node=ranks_per_node)
+    dist.barrier()  # a rank that ends closes the store of the others
+    return own.bytes_of_node
 
 
 def digest(file: Path) -> str:

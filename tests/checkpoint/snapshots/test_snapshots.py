@@ -84,6 +84,10 @@ def train(recipe: Recipe, run: Path, memories: list[Path], steps: int, **setting
             told = snapshots.take(data.progress_after(step))
             messages += [unsaved, told] if "full" in settings else [told]
             assert not snapshots.is_due(step)
+    if not settings:  # the newest snapshot takes the memory that was checked, and its headers
+        newest = max(memory.folder.glob("step-*"))
+        held = sum(file.stat().st_size for file in newest.glob("*.safetensors"))
+        assert 0 < held - snapshots.bytes_of_node < 100_000
     return messages
 
 

@@ -56,6 +56,9 @@ class Partners:
 
     Args:
         timeout: time limit of each message
+
+    Attributes:
+        nodes: the nodes whose files this node holds: itself and the previous partner
     """
 
     def __init__(self, ranks_per_node: int, timeout: timedelta):
@@ -67,6 +70,8 @@ class Partners:
         ]
         self.group = create_host_groups(groups, timeout)
         self.ranks: Sequence[int] = next(ranks for ranks in groups if dist.get_rank() in ranks)
+        own = self.ranks.index(dist.get_rank())
+        self.nodes = {rank // ranks_per_node for rank in (self.ranks[own], self.ranks[own - 1])}
 
     def exchange(self, workspace: Path, files: dict[str, int], problem: str | None) -> str | None:
         """Send this rank's files to the next partner, and write those of the previous one.
@@ -168,6 +173,9 @@ class SnapshotWriter:
     Args:
         every: steps between snapshots
         step: the last completed step
+
+    Attributes:
+        bytes_of_node: size of the tensors of a snapshot that this node holds
     """
 
     def __init__(
@@ -184,9 +192,16 @@ class SnapshotWriter:
         # first step, because lost nodes may have left a single copy of the files just read.
         self.last = step + 1 - every
         self.partners = Partners(ranks_per_node, EXCHANGE_TIMEOUT)
-        # Files of the size of this rank's own that its node has to hold.
-        copies = 1 if dist.get_world_size() == ranks_per_node else 2
-        self.files_per_node = copies * ranks_per_node
+        assembly, tree = writer.assembly, writer.tree
+        elements = sum(
+            math.prod(shape) * len(assembly.kinds[name]) for name, shape in assembly.shapes.items()
+        )
+        elements_of_ranks = tree.broadcast(tree.gather(elements))
+        self.bytes_of_node = FP32_BYTES * sum(
+            elements
+            for rank, elements in elements_of_ranks.items()
+            if rank // ranks_per_node in self.partners.nodes
+        )
         self.leads_node = dist.get_rank() % ranks_per_node == 0
         if self.leads_node:  # an earlier attempt may not have completed its last snapshot
             memory.clean(keep="", incomplete_only=True)
@@ -218,12 +233,7 @@ class SnapshotWriter:
         tree = self.writer.tree
         workspace = self.memory.workspace(progress.step, self.writer.token)
         # Every rank checks the memory before any rank takes some of it.
-        assembly = self.writer.assembly
-        elements = sum(
-            math.prod(shape) * len(assembly.kinds[name]) for name, shape in assembly.shapes.items()
-        )
-        bytes_of_node = FP32_BYTES * elements * self.files_per_node
-        lack = self.memory.lack_of_room(bytes_of_node) or None
+        lack = self.memory.lack_of_room(self.bytes_of_node) or None
         problem = tree.broadcast(united(tree.gather(Written(problem=lack))).problem)
         if problem:
             written = Written(problem=problem)
