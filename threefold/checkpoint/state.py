@@ -9,7 +9,7 @@ to no parameter and stays zero.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -120,6 +120,7 @@ class TrainingState(ABC):
         self,
         read: Callable[[str, Fragment], Tensor],
         *,
+        file_of: Callable[[str, str], str],
         updates: int | None,
         loss_scale: dict[str, Any] | None = None,
         reads_average: bool = False,
@@ -128,17 +129,23 @@ class TrainingState(ABC):
 
         Args:
             read: returns the values of a fragment, given the kind and the fragment
+            file_of: returns the file of a tensor, given the kind and the name; all fragments in a
+                file are read one after the other
             updates: number of optimizer steps so far; None to restore only the weights and count
                 from 0
             loss_scale: state of fp16's dynamic loss scale
             reads_average: `read` has an average; otherwise the average becomes the weights
         """
         flats = self.tensors()
-        for fragment in self.fragments:
+        pieces = [
+            (kind, fragment)
+            for fragment in self.fragments
+            for kind in ((WEIGHTS,) if updates is None else self.kinds(fragment.name))
+            if kind != AVERAGE or reads_average
+        ]
+        for kind, fragment in sorted(pieces, key=lambda piece: file_of(piece[0], piece[1].name)):
             stop = fragment.offset + len(fragment.elements)
-            for kind in (WEIGHTS,) if updates is None else self.kinds(fragment.name):
-                if kind != AVERAGE or reads_average:
-                    flats[fragment.flat][kind][fragment.offset : stop] = read(kind, fragment)
+            flats[fragment.flat][kind][fragment.offset : stop] = read(kind, fragment)
         for tensors in flats if self.has_average and not reads_average else ():
             tensors[AVERAGE].copy_(tensors[WEIGHTS])
         for flat in self.weights:
@@ -272,6 +279,7 @@ class CheckpointReader:
 
     path: Path
     manifest: Manifest
+    _open: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def verified(
@@ -291,17 +299,29 @@ class CheckpointReader:
         """True for a snapshot in the memory of the nodes."""
         return False
 
+    def file_of(self, kind: str, name: str) -> str:
+        """Return the name of the file that holds a weight or a moment."""
+        return self.manifest.tensors[tensor_key(kind, name)]
+
     def rows(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        """Return the rows start .. stop - 1 (dimension 0) of a weight or a moment."""
-        key = tensor_key(kind, name)
-        with safe_open(self.path / self.manifest.tensors[key], framework="pt") as file:
-            return file.get_slice(key)[start:stop]
+        """Return the rows start .. stop - 1 (dimension 0) of a weight or a moment.
+
+        The file stays open until rows of another file are read, or `close` is called.
+        """
+        file = self.file_of(kind, name)
+        if file not in self._open:
+            self.close()
+            self._open[file] = safe_open(self.path / file, framework="pt")
+        return self._open[file].get_slice(tensor_key(kind, name))[start:stop]
+
+    def close(self) -> None:
+        """Close the open file, which would otherwise take space on the disk after its deletion."""
+        self._open.clear()
 
     def tensor(self, kind: str, name: str) -> Tensor:
         """Return a whole weight or moment."""
-        key = tensor_key(kind, name)
-        with safe_open(self.path / self.manifest.tensors[key], framework="pt") as file:
-            return file.get_tensor(key)
+        with safe_open(self.path / self.file_of(kind, name), framework="pt") as file:
+            return file.get_tensor(tensor_key(kind, name))
 
 
 Saved = TypeVar("Saved")

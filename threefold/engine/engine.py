@@ -356,10 +356,12 @@ class Engine(ABC):
         manifest = reader.manifest
         self.state.restore(
             read,
+            file_of=reader.file_of,
             updates=None if weights_only else manifest.updates,
             loss_scale=None if weights_only else manifest.loss_scale,
             reads_average=manifest.has_average and not weights_only,
         )
+        reader.close()
         if self.average is not None:
             self.average.resume(0 if weights_only else manifest.updates)
 

@@ -57,8 +57,7 @@ class SnapshotReader(CheckpointReader):
 
     @override
     def rows(self, kind: str, name: str, start: int, stop: int) -> Tensor:
-        key = tensor_key(kind, name)
-        file = self.manifest.tensors[key]
+        key, file = tensor_key(kind, name), self.file_of(kind, name)
         first, header = self._header(file)
         shape = header[key]["shape"]
         begin, end = header[key]["data_offsets"]
@@ -73,8 +72,7 @@ class SnapshotReader(CheckpointReader):
 
     @override
     def tensor(self, kind: str, name: str) -> Tensor:
-        file = self.manifest.tensors[tensor_key(kind, name)]
-        shape = self._header(file)[1][tensor_key(kind, name)]["shape"]
+        shape = self._header(self.file_of(kind, name))[1][tensor_key(kind, name)]["shape"]
         return self.rows(kind, name, 0, shape[0])
 
     def _header(self, file: str) -> tuple[int, dict[str, Any]]:
