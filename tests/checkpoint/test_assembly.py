@@ -1,20 +1,24 @@
 """The ranks of a stage put logical tensors together, and connect only with the ranks they need."""
 
 import os
+import pickle
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
 import psutil
+import pytest
 import torch
 from torch import Tensor, nn
 
 from models.parallel.collectives import TensorAxis, create_host_groups
 from models.sharding import Sharding
 from tests.ranks import join_world, run_ranks
+from threefold.checkpoint import writer as writer_module
 from threefold.checkpoint.state import WEIGHTS, Fragment
 from threefold.checkpoint.writer import Assembly
 
+DIGEST_BYTES = 32  # of SHA-256
 RANKS, SIZE = 6, 10  # as many tensors as ranks, of SIZE elements
 PARTNERS = [3, 1, 5, 0, 4, 2]
 TENSORS = {f"w{n}": torch.arange(SIZE) + 100.0 * n for n in range(RANKS)}
@@ -41,14 +45,24 @@ def state_of(rank: int) -> Any:
     )
 
 
-def assembly_worker(different: bool) -> tuple[dict[str, Tensor], list[int]]:
+def assembly_worker(
+    different: bool, interfaces: str
+) -> tuple[dict[str, Tensor], list[int], list[int]]:
     """Assemble this rank's tensor.
 
     Also return the sockets of a group whose ranks are all connected, and those of the assembly
-    before and after it has exchanged pieces.
+    before and after it has exchanged pieces; and the sizes of what this rank sends to all others.
     """
+    os.environ["GLOO_SOCKET_IFNAME"] = interfaces
     rank = join_world().rank
     state = state_of(rank)
+    gathered, sizes = writer_module.gathered, list[int]()
+
+    def noted(value: Any, group: Any = None) -> list[Any]:
+        sizes.append(len(pickle.dumps(value)))
+        return gathered(value, group)
+
+    writer_module.gathered = noted
     if different:  # experts: each rank holds only the tensors of which it has fragments
         held = {fragment.name for fragment in state.fragments}
         state.parameters = {n: p for n, p in state.parameters.items() if n in held}
@@ -66,16 +80,22 @@ def assembly_worker(different: bool) -> tuple[dict[str, Tensor], list[int]]:
     for work in works:
         work.wait()
     torch.distributed.barrier()
-    return tensors, [*counts, sockets() - before - counts[0]]
+    return tensors, [*counts, sockets() - before - counts[0]], sizes
 
 
-def test_ranks_connect_only_with_those_they_exchange_pieces_with() -> None:
-    for different in (False, True):
-        results = run_ranks(RANKS, assembly_worker, different)
-        assembled = {name: tensor for tensors, _ in results for name, tensor in tensors.items()}
-        assert assembled.keys() == TENSORS.keys()
-        assert all(torch.equal(assembled[name], tensor) for name, tensor in TENSORS.items())
-        everyones = [sockets for _, sockets in results]
-        assert all(after <= before for _, before, after in everyones), everyones
-        if not different:  # else the broadcasts from every rank connect nearly all
-            assert sum(before for _, before, _ in everyones) < sum(most for most, *_ in everyones)
+@pytest.mark.parametrize(
+    ("different", "interfaces"), [(False, "lo"), (True, "lo"), (False, "lo,lo")]
+)
+def test_ranks_connect_only_with_those_they_exchange_pieces_with(
+    different: bool, interfaces: str
+) -> None:
+    results = run_ranks(RANKS, assembly_worker, different, interfaces)
+    assembled = {name: tensor for tensors, *_ in results for name, tensor in tensors.items()}
+    assert assembled.keys() == TENSORS.keys()
+    assert all(torch.equal(assembled[name], tensor) for name, tensor in TENSORS.items())
+    everyones = [sockets for _, sockets, _ in results]
+    assert all(after <= before for _, before, after in everyones), everyones
+    if not different:  # else the broadcasts from every rank connect nearly all
+        assert sum(before for _, before, _ in everyones) < sum(most for most, *_ in everyones)
+    # Only the owner of a tensor learns where its pieces are.
+    assert max(size for *_, sizes in results for size in sizes) < 2 * DIGEST_BYTES

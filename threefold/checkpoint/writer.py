@@ -80,8 +80,8 @@ class ParameterPiece:
 class Assembly:
     """Plan for assembling logical tensors from the pieces of a stage's ranks; the same every save.
 
-    The constructor communicates within the stage: it gathers the addresses of the fragments, and
-    connects the ranks that exchange pieces.
+    The constructor communicates within the stage: it connects the ranks that exchange pieces, and
+    they send each other the addresses of the pieces.
 
     Args:
         state: this rank's share of weights and moments
@@ -119,8 +119,7 @@ class Assembly:
         # experts, so the first rank of those with equal parameters broadcasts them.
         parameters = self.shardings, kinds
         digest = hashlib.sha256(repr(parameters).encode()).digest()
-        everyones = gathered((digest, own), group)
-        digests = [digest for digest, _ in everyones]
+        digests = gathered(digest, group)
         self.shardings, self.kinds = {}, dict[str, tuple[str, ...]]()
         for first in map(digests.index, dict.fromkeys(digests)):
             of_first = [parameters]
@@ -129,38 +128,50 @@ class Assembly:
             self.kinds |= of_first[0][1]
         shapes = {name: sharding.shape for name, sharding in self.shardings.items()}
         self.owners = assign_owners(shapes, dist.get_world_size(group))
-        # Keep only the pieces that this rank sends or receives: under ZeRO-3, each of 8,192 ranks
-        # has a piece of every parameter.
+        self.numbers = {name: number for number, name in enumerate(self.shardings)}
         self.own = own
         self.pieces: dict[str, list[ParameterPiece]] = {
             name: [] for name, owner in self.owners.items() if owner == self.rank
         }
-        for _, pieces in everyones:
-            for piece in pieces:
-                if piece.fragment.name in self.pieces:
-                    self.pieces[piece.fragment.name].append(piece)
-        self.numbers = {name: number for number, name in enumerate(self.shardings)}
-        self._connect()
+        for piece in self._connect():
+            self.pieces[piece.fragment.name].append(piece)
 
-    def _connect(self) -> None:
+    def _connect(self) -> list[ParameterPiece]:
         """Connect this rank with those that it exchanges pieces with.
 
         A connection is made when both ranks ask for it, and until then `isend` may block. In a
         save, ranks could therefore deadlock. Here, all ranks make their connections in the same
         order: a random one, in which few connections wait for earlier ones.
+
+        Returns:
+            The pieces of the tensors that this rank assembles. Only their owner learns of them:
+            under ZeRO-3, each of 8,192 ranks has a piece of every parameter.
         """
-        owners = {self.owners[piece.fragment.name] for piece in self.own}
-        senders = {piece.rank for pieces in self.pieces.values() for piece in pieces}
-        pairs = [tuple(sorted((self.rank, n))) for n in owners | senders if n != self.rank]
+        outgoing: dict[int, list[ParameterPiece]] = {}
+        for piece in self.own:
+            outgoing.setdefault(self.owners[piece.fragment.name], []).append(piece)
+        # The owners that each rank sends to, as the bits of a number.
+        owners_of = gathered(sum(1 << owner for owner in outgoing), self.group)
+        senders = {rank for rank, owners in enumerate(owners_of) if owners >> self.rank & 1}
+        pieces = list(outgoing.get(self.rank, ()))
+        pairs = [tuple(sorted((self.rank, n))) for n in outgoing.keys() | senders if n != self.rank]
         message = torch.zeros(1)
         # gloo chooses the network interface by the tag, and connects each interface separately.
         interface_count = len(os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
         for low, high in sorted(pairs, key=lambda pair: (hash(pair), pair)):
-            for tag in range(interface_count):
+            for sender, owner in ((low, high), (high, low)):  # these messages have tag 0
+                if sender == self.rank and owner in outgoing:
+                    dist.send_object_list([outgoing[owner]], group=self.group, group_dst=owner)
+                elif owner == self.rank and sender in senders:
+                    arriving = [list[ParameterPiece]()]
+                    dist.recv_object_list(arriving, group=self.group, group_src=sender)
+                    pieces += arriving[0]
+            for tag in range(1, interface_count):
                 if self.rank == low:
                     dist.send(message, group=self.group, group_dst=high, tag=tag)
                 else:
                     dist.recv(message, group=self.group, group_src=low, tag=tag)
+        return pieces
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
