@@ -2,6 +2,7 @@
 
 import random
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,9 @@ import torch
 from safetensors import safe_open
 
 from models.errors import UserError
-from threefold.checkpoint.format import Manifest, TensorFileWriter, find_damages
+from threefold.checkpoint import format as format_module
+from threefold.checkpoint.format import Manifest, TensorFileWriter, find_damages, sha256
+from threefold.checkpoint.state import AVERAGE, WEIGHTS, first_damage
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
 from threefold.run_folder import history
 
@@ -170,3 +173,40 @@ def test_an_incomplete_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
     assert [path.name for path in history.published(tmp_path)] == ["step-0000004"]
     history.remove_debris(tmp_path)
     assert not list(tmp_path.glob("*.incomplete"))
+
+
+def test_a_process_alone_hashes_several_files_at_the_same_time(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2)  # broken if the files are hashed one after the other
+
+    def hashed(file: Path) -> str:
+        if file.suffix == ".safetensors":
+            both.wait(timeout=60)
+        return sha256(file)
+
+    monkeypatch.setattr(format_module, "sha256", hashed)
+    assert first_damage(checkpoint) is None
+
+
+@pytest.mark.parametrize(
+    ("kinds", "verified"),
+    [
+        ((), ["moments-00000.safetensors", "weights-00000.safetensors"]),
+        ((WEIGHTS,), ["weights-00000.safetensors"]),
+        (("exp_avg", AVERAGE), ["moments-00000.safetensors"]),
+        ((AVERAGE,), []),
+    ],
+)
+def test_the_files_of_some_kinds_are_verified(
+    kinds: tuple[str, ...], verified: list[str], checkpoint: Path
+) -> None:
+    notes = list[str]()
+    assert not list(find_damages(checkpoint, kinds=kinds, note=notes.append))
+    assert notes == [f"verifying {checkpoint.name}/{name}" for name in verified]
+    for name in ("moments-00000.safetensors", "weights-00000.safetensors"):
+        file, content = checkpoint / name, (checkpoint / name).read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        damage = f"{file} has changed since the save (SHA-256)"
+        assert first_damage(checkpoint, kinds) == (damage if name in verified else None)
+        file.write_bytes(content)

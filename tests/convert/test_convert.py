@@ -845,6 +845,31 @@ def test_a_damaged_or_missing_source_is_rejected(
         read_config(tmp_path / "nowhere")
 
 
+def test_only_the_files_that_a_command_reads_are_verified(
+    trained: dict[str, tuple[Recipe, CheckpointReader, float]], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    copied = [run / "checkpoints" / f"step-000000{step}" for step in (1, 2)]
+    for folder in copied:
+        shutil.copytree(trained["llama"][1].path, folder)
+    replace(Manifest.read(copied[0]), step=1).write(copied[0])
+    for folder in copied:
+        moments = folder / "moments-00001.safetensors"
+        moments.write_bytes(moments.read_bytes()[:-1] + b"x")
+    said = f"{moments} has changed since the save (SHA-256); use another checkpoint"
+    newest: tuple[object, ...] = (run, "--last", 2, "--output")
+    for name, sources in (("to-hf", copied[1:]), ("average", newest)):
+        done = run_here(main, name, *sources, tmp_path / name)
+        assert done.returncode == 0 and "damaged" not in done.stderr, done.stderr
+    done = run_here(main, "reshape", "--ranks", 1, copied[1], tmp_path / "reshaped")
+    assert done.returncode == 2 and said in done.stderr
+    weights = copied[1] / "weights-00001.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    for name, sources in (("to-hf", copied[1:]), ("average", (*copied, "--output"))):
+        done = run_here(main, name, *sources, tmp_path / "none")
+        assert done.returncode == 2 and f"{weights} has changed since the save" in done.stderr
+
+
 def test_a_checkpoint_that_its_run_deletes_meanwhile_is_not_an_unwritable_output(
     trained: dict[str, tuple[Recipe, CheckpointReader, float]],
     tmp_path: Path,

@@ -17,7 +17,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
@@ -291,6 +291,15 @@ class Manifest:
         """True if the checkpoint holds the average of the weights (`optimizer.average`)."""
         return any(name.startswith("average/") for name in self.tensors)
 
+    def records(self, kinds: Collection[str]) -> dict[str, FileRecord]:
+        """Return the records of the files that hold tensors of some kinds."""
+        names = {
+            file
+            for key, file in self.tensors.items()
+            if (key.rpartition("/")[0] or "weights") in kinds
+        }
+        return {name: record for name, record in self.files.items() if name in names}
+
     def missing(self, folder: Path) -> str | None:
         """Return a message about the first missing or incomplete file; None if there is none."""
         for name, record in self.files.items():
@@ -388,6 +397,7 @@ def sha256(file: Path) -> str:
 def find_damages(
     checkpoint: Path,
     *,
+    kinds: Collection[str] = (),
     share: int = 0,
     shares: int = 1,
     note: Callable[[str], object] = lambda activity: None,
@@ -395,6 +405,7 @@ def find_damages(
     """Verify a checkpoint's manifest and a share of its files; yield a sentence for each damage.
 
     Args:
+        kinds: verify only the files that hold tensors of these kinds; (): all files
         share: the share to verify, 0 .. shares - 1
         shares: number of processes that verify the files together
         note: called before each file is read, to report progress
@@ -409,7 +420,8 @@ def find_damages(
         content = Manifest.read(checkpoint)
         if NAME.fullmatch(checkpoint.name) and content.step != step_of(checkpoint):
             yield f"{checkpoint / 'manifest.json'} belongs to step {content.step}"
-        for name, record in sorted(content.files.items())[share::shares]:
+        files = content.records(kinds) if kinds else content.files
+        for name, record in sorted(files.items())[share::shares]:
             note(f"verifying {checkpoint.name}/{name}")
             yield from _file_damages(checkpoint / name, record)
     except OSError as error:

@@ -35,10 +35,11 @@ def main(description: str | None = None) -> None:
 
 def to_hf(options: argparse.Namespace) -> None:
     """Convert a checkpoint to a folder that transformers can load."""
+    from threefold.checkpoint.state import AVERAGE, WEIGHTS
     from threefold.convert.files import open_checkpoint
     from threefold.convert.to_hugging_face import EXPORTED, export, find_tokenizer
 
-    source = open_checkpoint(options.checkpoint)
+    source = open_checkpoint(options.checkpoint, (AVERAGE if options.averaged else WEIGHTS,))
     tokenizer = find_tokenizer(source, options.tokenizer)
     if options.prompt is not None:
         # These imports take seconds, and most conversions do not need them.

@@ -6,8 +6,9 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from shlex import quote
@@ -26,7 +27,12 @@ from threefold.checkpoint.format import (
     sha256,
     split_by_size,
 )
-from threefold.checkpoint.state import CheckpointReader, DamagedCheckpoint, newest_undamaged
+from threefold.checkpoint.state import (
+    CheckpointReader,
+    DamagedCheckpoint,
+    first_damage,
+    newest_undamaged,
+)
 from threefold.config.phases import table_at
 from threefold.config.sections import short
 from threefold.data.manifest import is_corpus
@@ -228,29 +234,33 @@ def _versions(path: Path) -> list[tuple[str, int, int, int]]:
 # The verified checkpoint that a command reads.
 
 
-def open_checkpoint(path: Path) -> CheckpointReader:
+def open_checkpoint(path: Path, kinds: Collection[str] = ()) -> CheckpointReader:
     """Open a checkpoint, or the newest undamaged checkpoint of a run folder.
+
+    Args:
+        kinds: the kinds of tensors that the caller reads, whose files are verified; (): all
 
     Raises:
         UserError: The path has no checkpoint, or only damaged ones.
     """
     if not (path / MANIFEST).is_file():
-        return undamaged(path, 1)[0]
+        return undamaged(path, 1, kinds)[0]
     _reject_corpus(path)
     try:
-        return CheckpointReader.verified(path)
+        return CheckpointReader.verified(path, partial(first_damage, kinds=kinds))
     except DamagedCheckpoint as damage:
         _check_present([path])
         raise UserError(f"{damage}; {_remedy(path)}") from None
 
 
-def undamaged(run: Path, count: int) -> list[CheckpointReader]:
+def undamaged(run: Path, count: int, kinds: Collection[str] = ()) -> list[CheckpointReader]:
     """Return the newest undamaged checkpoints of a run, at most `count`, newest first.
 
     Print a warning for each newer checkpoint that is damaged.
 
     Args:
         run: a run folder, or a folder of checkpoints
+        kinds: the kinds of tensors that the caller reads, whose files are verified; (): all
 
     Raises:
         UserError: The folder has no checkpoint, or only damaged ones.
@@ -260,7 +270,8 @@ def undamaged(run: Path, count: int) -> list[CheckpointReader]:
     if not saves:
         raise UserError(no_checkpoint(run))
     damages: dict[Path, str] = {}
-    newest = newest_undamaged(reversed(saves), CheckpointReader.verified, damages)
+    verified = partial(CheckpointReader.verified, find_damage=partial(first_damage, kinds=kinds))
+    newest = newest_undamaged(reversed(saves), verified, damages)
     if readers := list(islice(newest, count)):
         used = a_few([str(reader.path) for reader in readers])
         for path, damage in damages.items():

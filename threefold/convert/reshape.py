@@ -116,7 +116,7 @@ BLOCK_ELEMENTS = 2**24  # elements of a tensor that are averaged in float64 at a
 
 
 def sources_of(paths: Sequence[Path], last: int | None) -> list[CheckpointReader]:
-    """Open and verify the checkpoints to average, oldest first.
+    """Open the checkpoints to average, oldest first, and verify the files of their weights.
 
     Args:
         paths: a run folder, or checkpoints
@@ -127,14 +127,14 @@ def sources_of(paths: Sequence[Path], last: int | None) -> list[CheckpointReader
             or tokenizers.
     """
     if last is None:
-        sources = [open_checkpoint(path) for path in paths]
+        sources = [open_checkpoint(path, (WEIGHTS,)) for path in paths]
     elif len(paths) > 1:
         raise UserError(
             f"--last {last} needs one run folder, but {len(paths)} folders are given; leave --last "
             f"out to average these checkpoints"
         )
     else:
-        sources = undamaged(paths[0], last)
+        sources = undamaged(paths[0], last, (WEIGHTS,))
         if len(sources) < last:
             fewer = f"use --last {len(sources)}, or " if len(sources) > 1 else ""
             raise UserError(

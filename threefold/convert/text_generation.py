@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, TextStreamer, set_seed
 from transformers.utils.logging import disable_progress_bar
 
 from models.errors import FULL_DISK_ERRORS, UserError, reason_of
-from threefold.checkpoint.state import CheckpointReader
+from threefold.checkpoint.state import WEIGHTS, CheckpointReader
 from threefold.convert.files import model_of, open_checkpoint
 from threefold.convert.to_hugging_face import (
     TOKENIZER_FILES,
@@ -197,7 +197,7 @@ def generator_of(
     if (path / "config.json").is_file():
         loaded = _load_tokenizer(tokenizer_source, tokenizer_source, chat=chat), _load(path, path)
         return _generator(*loaded, tokenizer_source, sampling, chat=chat)
-    source = open_checkpoint(path)
+    source = open_checkpoint(path, (WEIGHTS,))
     tokenizer = find_tokenizer(source, tokenizer)
     if tokenizer is None:
         raise UserError(f"{path} has weights but no tokenizer; add --tokenizer FOLDER")
