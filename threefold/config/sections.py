@@ -301,9 +301,9 @@ class Checkpoint(Section):
     best interval. Without `launch.py`, the key has no effect."""
 
     snapshot_folder: Annotated[str, Field(min_length=1)] = "/dev/shm"
-    """Folder for snapshots, in the memory of each node. Snapshots take 24 bytes per parameter,
-    divided by the number of nodes and multiplied by two, because the next snapshot is written
-    before the last one is deleted."""
+    """Folder for snapshots, in the memory of each node. On average, snapshots take 24 bytes per
+    parameter, divided by the number of nodes and multiplied by two, because the next snapshot is
+    written before the last one is deleted."""
 
     def is_save_due(self, step: int, last: int) -> bool:
         """Return True if a checkpoint is due after a step of a run with `last` steps."""

@@ -141,8 +141,8 @@ class SnapshotCosts:
 
     Attributes:
         times: of a snapshot, and of a restart from it
-        memory_bytes: host memory of a node: two snapshots, each with the copies of a partner, and
-            the staged state of its ranks
+        memory_bytes: host memory of a node, as if all ranks of a stage wrote equally much: two
+            snapshots, each with the copies of a partner, and the staged state of its ranks
         sent_bytes: what a node sends for each snapshot
     """
 
@@ -292,7 +292,7 @@ def _snapshot_lines(case: GoodputCase) -> list[str]:
         f"With snapshots in memory (each pauses the steps for {duration(times.pause_seconds)}, is "
         f"complete after {duration(times.write_seconds)}, and lets each node send "
         f"{costs.sent_bytes / 1e9:.3g} GB; they need {costs.memory_bytes / 2**30:.3g} GiB of host "
-        f"memory per node; a restart takes {duration(times.restart_seconds)}):"
+        f"memory per node on average; a restart takes {duration(times.restart_seconds)}):"
     ]
     for steps in dict.fromkeys((own or best, best)):
         line = _line(case, "snapshot_every", steps, case.with_snapshots_every(steps))
