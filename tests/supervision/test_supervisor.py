@@ -122,6 +122,7 @@ def supervise(path, what):
     supervisor.REPORT_SECONDS = 100 if what == "hang" else 2  # a busy machine may take a second
     supervisor.SECONDS_OF_TICK, exits.ECHO_SECONDS = 0.4, 0.8
     os.environ.pop("MASTER_PORT", None)  # another process of the test uses it
+    os.environ["THREEFOLD_FIRST_FAILURE"] = f"{path}.failure"
     start_processes(LaunchEnvironment())
     path.mkdir()
     crumb, folder = Breadcrumb(), RunFolder(path)
@@ -205,6 +206,8 @@ def test_a_supervisor(what: str, supervised: dict[str, tuple[int, str, Path]]) -
     assert what == "hang at start" or "('', 2)" in output
     # Before the hosts are named, the folder may be another run's.
     assert (folder / "events.jsonl").is_file() == (what == "hang")
+    failure = folder.with_name(f"{what}.failure")
+    assert (failure.read_text().split()[0] if failure.exists() else "0") == str(code)
 
 
 @pytest.mark.parametrize(

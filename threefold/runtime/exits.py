@@ -52,20 +52,31 @@ def exit_now(code: int) -> NoReturn:
     Some threads of torch occasionally abort during teardown ("terminate called without an active
     exception"), and the launcher would then report a finished run as failed.
     """
-    if code != FINISHED and FIRST_FAILURE in os.environ:
-        failure = (Path(os.environ[FIRST_FAILURE]), code)
-        recording = threading.Thread(target=record_failure, args=failure, daemon=True)
-        recording.start()
-        recording.join(SECONDS_TO_RECORD)
+    _record_failure(code)
     _keep_operators()
     atexit._run_exitfuncs()
     leave_handlers_out(code)
 
 
-def record_failure(file: Path, code: int) -> None:
-    """Write an exit code and the name of this host into a file, unless another rank has done so."""
-    with contextlib.suppress(OSError), file.open("x", encoding="utf-8") as stream:
-        stream.write(f"{code} {socket.gethostname()}\n")
+def end_rank(code: int) -> NoReturn:
+    """End this rank at once, without exit handlers, for which its main thread may be needed."""
+    _record_failure(code)
+    end_process(code)
+
+
+def _record_failure(code: int) -> None:
+    """Write the exit code and the name of this host, unless another rank has failed before."""
+    if code == FINISHED or FIRST_FAILURE not in os.environ:
+        return
+
+    def record() -> None:
+        file = Path(os.environ[FIRST_FAILURE])
+        with contextlib.suppress(OSError), file.open("x", encoding="utf-8") as stream:
+            stream.write(f"{code} {socket.gethostname()}\n")
+
+    recording = threading.Thread(target=record, daemon=True)
+    recording.start()
+    recording.join(SECONDS_TO_RECORD)
 
 
 def _keep_operators() -> None:

@@ -33,9 +33,8 @@ import torch
 import torch.distributed as dist
 
 from threefold.run_folder.folder import RunFolder
-from threefold.runtime.exits import HUNG, StopSignals, interrupts_blocked
+from threefold.runtime.exits import HUNG, StopSignals, end_rank, interrupts_blocked
 from threefold.runtime.launchers import Process, launchers_of
-from threefold.runtime.output import end_process
 from threefold.supervision.hang_report import (
     Breadcrumb,
     HangReport,
@@ -256,7 +255,7 @@ class Supervisor:
             print(
                 f"{self.names[self.rank]}: received {name} again; exiting at once", file=sys.stderr
             )
-            end_process(128 + number)
+            end_rank(128 + number)
 
     def _ask(self, reason: str) -> None:
         if not self.asked:
@@ -306,7 +305,7 @@ class Supervisor:
             Background("end of a hang").run(self._end)
         elif self._idle >= limit + REPORT_SECONDS + self._seconds_to_read:
             self._say_hung("the run folder does not answer")
-            end_process(HUNG)
+            end_rank(HUNG)
 
     @property
     def _seconds_to_read(self) -> float:
@@ -333,11 +332,11 @@ class Supervisor:
         except Exception as problem:  # an unreadable report must not keep the rank alive
             self._say_hung(f"the ranks' reports cannot be read ({problem})")
         else:
-            if not verdict:  # launchers end all ranks when the one that describes the hang exits
+            if verdict:
+                self._say_hung("", verdict, behind)
+            else:  # launchers end all ranks when the one that describes the hang exits
                 time.sleep(2 + self._seconds_to_read)
-                end_process(HUNG)
-            self._say_hung("", verdict, behind)
-        end_process(HUNG)
+        end_rank(HUNG)
 
     def _say_hung(self, problem: str, verdict: str = "", behind: Sequence[int] = ()) -> None:
         """Print the reason for the end of this rank, and then try to write it into the run folder.
