@@ -19,6 +19,10 @@ class UserError(ValueError):
     """
 
 
+class SharedError(UserError):
+    """An error that all ranks of a run raise together, so that rank 0 alone prints it."""
+
+
 def reason_of(error: Exception) -> str:
     """Say why a file could not be read or parsed, in words that do not name Python's classes.
 

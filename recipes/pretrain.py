@@ -55,7 +55,7 @@ def main(started: float | None = None) -> None:
     use_nonblocking_output()
     try:
         pretrain(started)
-    except UserError as problem:  # raised in steps 5 and 6; earlier steps print their own message
+    except UserError as problem:  # raised by the summary; the steps print their own messages
         print(f"pretrain.py: {problem}", file=sys.stderr, flush=True)
         exit_now(REJECTED)
     except KeyboardInterrupt:  # before the run handles signals, and therefore before its first step
@@ -118,7 +118,10 @@ def pretrain(started: float | None = None) -> None:
         data.resume(start.progress, experiment.dims)
     begin(experiment, handle, data, start, startup)
 
-    with out_of_memory_explained(experiment, handle) as account:
+    with (
+        exit_on_user_error(world, experiment.origin),
+        out_of_memory_explained(experiment, handle) as account,
+    ):
         # 5. Model: check the nodes, build the model, its optimizer and DeepSpeed's engine, and load
         # the checkpoint. If memory runs out from here on, a message names a layout that needs less.
         recipe, dims, config = experiment.recipe, experiment.dims, experiment.config

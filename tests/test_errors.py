@@ -518,7 +518,7 @@ os._exit(0)
 @pytest.mark.parametrize(
     ("kinds", "code", "said"),
     [
-        ("[(None, None), (None, UserError)]", 2, ("wrong on rank 1", "wrong on rank 1")),
+        ("[(None, None), (None, UserError)]", 2, ("wrong on rank 1", "")),
         ("[(UserError, ValueError)]", 1, ("because rank 1 failed", "in main")),
     ],
 )
@@ -531,3 +531,25 @@ def test_all_ranks_end_in_the_same_way(
     for output, words in zip(outputs, said, strict=True):
         assert words in output
         assert ("Traceback" in output) == (words == "in main")
+        assert words or "pretrain.py" not in output  # rank 0 prints the error of all ranks
+
+
+EVERY_RANK = """
+import os, sys
+from models.errors import UserError
+from threefold.config.parallel_dims import LaunchEnvironment
+from threefold.pretrain import experiment
+
+world = LaunchEnvironment.from_environment(os.environ)
+with experiment.exit_on_user_error(world, "x.toml"):
+    raise UserError(sys.argv[1 + world.rank])
+"""
+
+
+def test_a_rank_of_each_node_prints_an_error_of_several(tmp_path: Path) -> None:
+    words = ["-c", EVERY_RANK, "no corpus", "no corpus", "no corpus", "no GPU"]
+    codes, outputs = start_ranks(4, words, folder=tmp_path, seconds=120)
+    assert codes == [2] * 4, outputs
+    assert outputs[0].endswith("pretrain.py: x.toml: no corpus\n")
+    assert sorted(bool(output) for output in outputs[1:3]) == [False, True], outputs
+    assert outputs[3].endswith("pretrain.py: rank 3: x.toml: no GPU\n")

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import tomli_w
+import torch.distributed as dist
 
 from models.errors import UserError
 from tests.conftest import changed, small_recipe
@@ -30,6 +31,8 @@ from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import published, step_of
 from threefold.runtime.launchers import free_port
 from threefold.runtime.processes import check_machine
+from threefold.supervision.hang_report import Breadcrumb
+from threefold.supervision.supervisor import Supervisor
 
 # pretrain.py on a machine whose second rank computes different weights from step 2 on.
 FAULTY = """
@@ -698,6 +701,27 @@ def test_only_an_io_error_lets_launch_py_start_the_run_again(
     ended.assert_called_once_with(code)
     stop = RunFolder(tmp_path).read_events()[-1]
     assert stop["exit_code"] == code and "x.bin" in stop["reason"]
+
+
+def test_one_of_the_ranks_that_cannot_read_the_tokens_tells_why(
+    world: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(after_step, "exit_now", mock.Mock())
+    monkeypatch.setattr(after_step, "SECONDS_FOR_OTHERS", 0)
+    folder = RunFolder(tmp_path)
+    watch = Supervisor(folder, Breadcrumb(), hang_seconds=0, startup_seconds=0)
+    for name in ("x.bin", "x.bin", "y.bin"):  # the store counts, as if on three ranks
+        with after_step.stop_if_unreadable(mock.Mock(folder=folder, supervisor=watch), 7):
+            raise UserError(name)
+    told = capsys.readouterr().err.splitlines()
+    stops = [event["reason"] for event in folder.read_events()]
+    assert told == [f"stopped: {reason}" for reason in stops] and len(stops) == 2
+    lost = mock.Mock(**{"return_value.add.side_effect": RuntimeError("reset")})
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lost)
+    assert watch.tells_first(stops[0])  # rank 0 has ended
 
 
 def test_a_run_whose_corpus_is_overwritten_saves_nothing(

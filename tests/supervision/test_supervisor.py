@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -518,12 +519,29 @@ def test_a_watchdog_ends_with_its_rank(watched: subprocess.Popen) -> None:
     assert watched.communicate(timeout=10)[1] == ""  # read until the watchdog has ended, too
 
 
-def test_a_request_to_stop_names_the_rank_that_received_its_signal() -> None:
+def test_a_request_to_stop_names_the_lowest_rank_that_received_one(
+    world: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """After Ctrl-C, `deepspeed` sends SIGTERM, which one rank may see first and another later."""
-    asked = mock.Mock(asked="SIGTERM", rank=0, hosts=["vm", "vm"])
-    assert Supervisor._request(asked, 1) == "SIGTERM to rank 0 on vm"
-    asked.asked = ""
-    assert Supervisor._request(asked, 1) == "rank 1 on vm was asked to stop"
+    ranks = []
+    for rank in range(4):
+        own = Supervisor(RunFolder(tmp_path), Breadcrumb(), hang_seconds=0, startup_seconds=0)
+        own.names, own.rank = [""] * 4, rank
+        own.name_hosts(["node1", "node1", "node2", "node2"])
+        ranks.append(own)
+    assert ranks[0]._reason(max(own._request() for own in ranks)) == ""
+    for own in ranks[2:]:  # on one node only
+        own._launchers, own._stopped = [mock.Mock(pid=47, state=lambda: "")], Counter()
+        own._look_at_launchers()
+    said = "rank 2 (node2): its launcher (process 47) has exited; stopping after this step\n"
+    assert capsys.readouterr().err == said
+    reason = ranks[0]._reason(max(own._request() for own in ranks))
+    assert reason == "the launcher of rank 2 on node2 has exited"
+    for own in ranks[:2]:
+        own._on_signal(signal.SIGINT if own.rank else signal.SIGTERM)
+    assert capsys.readouterr().err == "rank 0 (node1): SIGTERM; stopping after this step\n"
+    reasons = {own._reason(max(other._request() for other in ranks)) for own in ranks}
+    assert reasons == {"SIGTERM to rank 0 on node1"}
 
 
 @pytest.mark.parametrize("folder", ["models", "recipes", "threefold/pipeline", ".venv/lib"])

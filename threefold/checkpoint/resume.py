@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from models.errors import UserError, a_few, why_missing
+from models.errors import SharedError, UserError, a_few, why_missing
 from threefold.checkpoint.compatibility import (
     REMEDY_FOR_DAMAGED_WEIGHTS,
     check_parts_read,
@@ -246,7 +246,7 @@ def find(
             f"again with --resume never"
         )
     if skipped:
-        raise UserError(_damage_message(folder, resume, skipped))
+        raise SharedError(_damage_message(folder, resume, skipped))
     return find_initial_weights(recipe, run=folder.parent, note=note)
 
 
@@ -418,7 +418,7 @@ def _agreed(candidates: Callable[[], list[Path]]) -> list[Path]:
         time.sleep(SECONDS_BETWEEN_TRIES)
     other = next(rank for rank, names in enumerate(everyones) if names != everyones[0])
     differing = sorted(set(everyones[0]) ^ set(everyones[other]))
-    raise UserError(
+    raise SharedError(
         f"the ranks see different checkpoints (only one of rank 0 and rank {other} sees "
         f"{a_few(differing)}); use a --run-dir on storage that all nodes share"
     )
@@ -492,7 +492,7 @@ def lock_run_folder(folder: RunFolder, *, wait_seconds: float) -> str:
         dist.broadcast_object_list(answer)
         kind, message = answer[0]
         if kind == "rejected":
-            raise UserError(message)
+            raise SharedError(message)
         if kind != "wait":
             return message
 
@@ -681,5 +681,5 @@ def _agree_on_history(folder: RunFolder) -> History:
             found[1] = str(problem)
     dist.broadcast_object_list(found)
     if found[1]:
-        raise UserError(found[1])
+        raise SharedError(found[1])
     return found[0]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
 
-from models.errors import UserError
+from models.errors import SharedError, UserError
 from threefold.config.layout import Layout
 
 
@@ -272,7 +272,7 @@ def check_placement(dims: ParallelDims, hosts: Sequence[str]) -> None:
     for ranks in dims.groups("tensor"):
         nodes = sorted({hosts[rank] for rank in ranks})
         if len(nodes) > 1:
-            raise UserError(
+            raise SharedError(
                 f"the tensor group of the ranks {ranks[0]} .. {ranks[-1]} is spread over "
                 f"{' and '.join(nodes)}; start neighbouring ranks on one node (srun "
                 f"--distribution=block), or use a smaller layout.tensor"

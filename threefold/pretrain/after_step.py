@@ -6,6 +6,7 @@ requests to stop and on saves in flight.
 
 import math
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -127,19 +128,25 @@ def compare_speed(run: Run, step: int) -> dict[str, Any]:
     return {"slowest_rank": slowest, "slowest_ratio": relative[slowest]}
 
 
+SECONDS_FOR_OTHERS = 2.0  # for ranks with the same problem to find it, before launchers end them
+
+
 @contextmanager
 def stop_if_unreadable(run: Run, step: int) -> Iterator[None]:
     """End this rank if its tokens cannot be read; launchers then end the others.
 
-    After an I/O error, which may be temporary, launch.py starts the run again.
+    One rank tells a reason that several have, while the others wait for it. After an I/O error,
+    which may be temporary, launch.py starts the run again.
     """
     try:
         yield
     except (UserError, OSError) as problem:
         code = STOPPED if isinstance(problem, UserError) else 1
         reason = stopped_without_save(step, str(problem))
-        run.folder.event("stop", step, reason=reason, exit_code=code)
-        print(f"stopped: {reason}", file=sys.stderr)
+        if run.supervisor.tells_first(reason):
+            run.folder.event("stop", step, reason=reason, exit_code=code)
+            print(f"stopped: {reason}", file=sys.stderr)
+        time.sleep(SECONDS_FOR_OTHERS)
         exit_now(code)
 
 

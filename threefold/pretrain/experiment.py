@@ -4,6 +4,8 @@ Nothing here imports torch, so that a bad recipe is rejected within a fraction o
 """
 
 import argparse
+import errno
+import hashlib
 import os
 import shlex
 import socket
@@ -15,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from models.errors import UserError
+from models.errors import SharedError, UserError
 from threefold.config.deepspeed_json import build_deepspeed_config, precision
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe, origin
 from threefold.config.parallel_dims import LaunchEnvironment, ParallelDims
@@ -28,7 +30,7 @@ from threefold.runtime.command_line import add_overrides, file_path, filled, sec
 from threefold.runtime.environment import check_accelerator
 from threefold.runtime.exits import BUSY, REJECTED, PortInUse, exit_now
 
-# Rejection of a run that cannot start: one message and an exit code, on every rank.
+# Rejection of a run that cannot start: one message, and an exit code on every rank.
 
 SECONDS_FOR_RANK_0_TO_SPEAK = 5
 
@@ -38,18 +40,38 @@ def exit_on_user_error(world: LaunchEnvironment, origin: str = "") -> Iterator[N
     """Turn a UserError into one message and an exit code: 6 if folder or port is in use, else 2.
 
     Launchers end all ranks when the first one exits. The other ranks therefore wait for rank 0 to
-    print its message, and print their own only if they are still running after that.
+    print its message. If they are still running after that, one rank of each node prints a message
+    that several of them have, unless rank 0 certainly has it, too.
     """
     try:
         yield
     except UserError as problem:
-        about = f"{origin}: " if origin else ""
-        if world.rank != 0:
-            time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
-            host = f" ({socket.gethostname()})" if world.size > world.local_size else ""
-            about = f"rank {world.rank}{host}: {about}"
-        print(f"pretrain.py: {about}{problem}", file=sys.stderr, flush=True)
-        exit_now(BUSY if isinstance(problem, FolderInUse | PortInUse) else REJECTED)
+        is_busy = isinstance(problem, FolderInUse | PortInUse)  # always found by rank 0
+        text = f"{origin}: {problem}" if origin else str(problem)
+        with socket.socket(socket.AF_UNIX) as claim:
+            tells = world.rank == 0
+            if not tells:
+                tells = not (is_busy or isinstance(problem, SharedError)) and _claims(claim, text)
+                time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
+                host = f" ({socket.gethostname()})" if world.size > world.local_size else ""
+                text = f"rank {world.rank}{host}: {text}"
+            if tells:
+                print(f"pretrain.py: {text}", file=sys.stderr, flush=True)
+            exit_now(BUSY if is_busy else REJECTED)
+
+
+def _claims(claim: socket.socket, text: str) -> bool:
+    """Return True for the first rank of this node with a message, while it keeps the socket open.
+
+    The kernel lets a name (of the abstract namespace, without a file) be bound only once. The ranks
+    of a run have the same parent process, the launcher, or at least the same port.
+    """
+    run = f"{os.getppid()} {os.environ.get('MASTER_PORT')}"
+    try:
+        claim.bind(f"\0threefold-{hashlib.sha256(f'{run} {text}'.encode()).hexdigest()[:32]}")
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE
+    return True
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from models.errors import UserError
+from models.errors import SharedError, UserError
 from models.kernels.attention import document_kernel_name
 from threefold.checkpoint.resume import (
     ResumeRequest,
@@ -109,11 +109,12 @@ def raise_on_all_ranks() -> Iterator[None]:
         if failed:
             # Launchers end all ranks when the first one exits, so let the failed rank print first.
             time.sleep(experiment_module.SECONDS_FOR_RANK_0_TO_SPEAK)
-            print(f"this rank exits because rank {rank} failed", file=sys.stderr)
+            if dist.get_rank() == (rank == 0):  # the lowest of the other ranks
+                print(f"this rank exits because rank {rank} failed", file=sys.stderr)
             exit_now(1)
     for _, in_use, message in of_ranks:
         if message:
-            raise FolderInUse(message, alive=True) if in_use else UserError(message)
+            raise FolderInUse(message, alive=True) if in_use else SharedError(message)
 
 
 @dataclass(frozen=True)
@@ -247,13 +248,13 @@ def check_files(experiment: Experiment, data: TrainingData, names: Sequence[str]
         if key is None:  # null on one of them, and left out on the other
             continue
         if name == "recipe":
-            raise UserError(
+            raise SharedError(
                 f"{key} is {value_text(own.get(key))} on {names[0]}, but "
                 f"{value_text(others.get(key))} on {names[other]}; use copies of the same recipe "
                 f"and DeepSpeed JSON on all nodes"
             )
         if name == "data":
-            raise UserError(
+            raise SharedError(
                 f"{key} has other content on {names[other]} than on {names[0]}; copy the files "
                 f"from one node to all others"
             )

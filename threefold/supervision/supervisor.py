@@ -99,6 +99,7 @@ SECONDS_OF_TICK = 1.0  # between looks at the progress, each of which counts as 
 NO_SIGNAL = b"\0"  # wakes the thread without a signal
 SECONDS_BEFORE_WATCHDOG = 8  # delay of the watchdog, because reports of ranks say more
 RECORDER_SECONDS = 10  # at most, to read the flight recorder
+SECONDS_TO_COUNT = 5  # at most, to count the ranks with a message
 REPORT_SECONDS = 5  # for the report of a hang, before a rank ends without it
 SECONDS_PER_REPORT = 0.005  # to read one rank's file; added to these two for each rank
 WATCHDOG = Path(__file__).with_name("watchdog.py")
@@ -108,7 +109,7 @@ class Agreement(NamedTuple):
     """The values on which all ranks agree after a step.
 
     Attributes:
-        stop: the reason to stop, or ""; it differs between ranks only in its wording
+        stop: the reason to stop, or ""; that of the lowest rank that was asked
         severity: the worst severity of all ranks
         saving: True if a save of any rank is in flight
     """
@@ -206,25 +207,33 @@ class Supervisor:
 
     def agree(self, severity: Severity, device: torch.device, *, saving: bool = False) -> Agreement:
         """Agree on requests to stop, bad numbers and saves in flight; collective."""
-        asked = self.rank + 1 if self.asked else 0
-        worst = torch.tensor([asked, severity, saving], dtype=torch.int32, device=device)
+        worst = torch.tensor([self._request(), severity, saving], dtype=torch.int32, device=device)
         if dist.get_world_size() > 1:  # otherwise it costs half a millisecond
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-        asked, severity, is_saving = worst.tolist()
-        return Agreement(
-            self._request(asked - 1) if asked else "", Severity(severity), bool(is_saving)
-        )
+        request, severity, is_saving = worst.tolist()
+        return Agreement(self._reason(request), Severity(severity), bool(is_saving))
 
-    def _request(self, rank: int) -> str:
-        """Return the request to stop that a rank has received, or this rank's own if it has one.
+    def _request(self) -> int:
+        """Return this rank's request to stop as a number, the largest for rank 0; 0 for none."""
+        number = signal.Signals[self.asked] if self.asked in signal.Signals.__members__ else 0
+        return (len(self.names) - self.rank) * signal.NSIG + number if self.asked else 0
 
-        Launchers forward signals, so ranks may have received different ones.
-        """
-        rank = self.rank if self.asked else rank
+    def _reason(self, request: int) -> str:
+        """Describe a request to stop, or return an empty string for none."""
+        if not request:
+            return ""
+        ranks_from_end, number = divmod(request, signal.NSIG)
+        rank = len(self.names) - ranks_from_end
         name = f"rank {rank} on {self.hosts[rank]}"
-        if self.asked in signal.Signals.__members__:
-            return f"{self.asked} to {name}"
-        return f"{name}: {self.asked}" if self.asked else f"{name} was asked to stop"
+        if number:
+            return f"{signal.Signals(number).name} to {name}"
+        return f"the launcher of {name} has exited"
+
+    def tells_first(self, text: str) -> bool:
+        """Return True on the first rank that asks about a text, or if rank 0 does not answer."""
+        store = dist.distributed_c10d._get_default_store()  # held by rank 0 or by torchrun
+        ranks = within(SECONDS_TO_COUNT, lambda: store.add(text, 1), doing="counting the ranks")
+        return ranks is None or ranks == 1
 
     def _watch(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -248,19 +257,31 @@ class Supervisor:
     def _on_signal(self, number: int) -> None:
         kind, name = self._signals.note(number), signal.Signals(number).name
         if kind == "first":
-            self._ask(name)
-        elif kind == "other":
-            print(f"{self.names[self.rank]}: received {name}; still stopping", file=sys.stderr)
+            self._ask(name, tells=self.rank == 0)
+        elif kind == "other" and self.rank == 0:
+            self._tell(f"received {name}; still stopping")
         elif kind == "repeated" and number in self._before:
-            print(
-                f"{self.names[self.rank]}: received {name} again; exiting at once", file=sys.stderr
-            )
+            if self._is_first_of_node:
+                self._tell(f"received {name} again; exiting at once")
             end_rank(128 + number)
 
-    def _ask(self, reason: str) -> None:
+    def _ask(self, reason: str, *, tells: bool) -> None:
+        """Ask the run to stop after the step. The message at its end names one of the ranks asked.
+
+        tells: print a message at once; of the ranks with the same reason, one is enough
+        """
         if not self.asked:
             self.asked = reason
-            print(f"{self.names[self.rank]}: {reason}; stopping after this step", file=sys.stderr)
+            if tells:
+                self._tell(f"{reason}; stopping after this step")
+
+    @property
+    def _is_first_of_node(self) -> bool:
+        """True for the lowest rank of a node, and for all ranks until their hosts are known."""
+        return not self.hosts or self.hosts.index(self.hosts[self.rank]) == self.rank
+
+    def _tell(self, text: str) -> None:
+        print(f"{self.names[self.rank]}: {text}", file=sys.stderr)
 
     def _look_at_launchers(self) -> None:
         """Ask to stop if a launcher is gone; kill all launchers if one is stopped for too long.
@@ -271,7 +292,8 @@ class Supervisor:
         for launcher in self._launchers:
             state = launcher.state()
             if not state:
-                self._ask(f"its launcher (process {launcher.pid}) has exited")
+                reason = f"its launcher (process {launcher.pid}) has exited"
+                self._ask(reason, tells=self._is_first_of_node)
             self._stopped[launcher.pid] = self._stopped[launcher.pid] + 1 if state == "T" else 0
         if self.limit and max(self._stopped.values(), default=0) >= self.limit:
             for launcher in reversed(self._launchers):
