@@ -132,6 +132,27 @@ def test_members_come_from_torch_if_the_recorder_has_none() -> None:
     assert read_dump({}) == []
 
 
+@pytest.mark.parametrize(
+    ("ranks", "runs", "said"),
+    [
+        (list(range(8192)), 1, "0 to 8191"),
+        (list(range(3, 8192, 8)), 1, "3 to 8187 in steps of 8"),
+        ([0, 1, 2, 3, 64, 65, 66, 67], 2, "0 to 3, 64 to 67"),
+        ([0, 5, 6, 9], 2, "0, 5, 6, 9"),
+        ([7], 1, "7"),
+        ([r + 64 * n for n in range(9) for r in range(8)], 9,
+         "0 to 7, 64 to 71, 128 to 135, 192 to 199 and 5 more"),
+    ],
+)  # fmt: skip
+def test_the_members_of_a_group_are_written_as_progressions(
+    ranks: list[int], runs: int, said: str
+) -> None:
+    (group,) = launched(entry("recv 1<-0", 9), ranks=str(ranks))
+    assert group.ranks == ranks and len(group.runs) == runs
+    names = [f"rank {rank}" for rank in range(8192)]
+    assert f" of ranks {said}" in describe_waiting({ranks[-1]: [group]}, names)
+
+
 def test_the_verdict_names_the_collective(tmp_path: Path) -> None:
     ranks = [HangReport(tmp_path / "hang", NAMES) for _ in range(4)]
     places = []

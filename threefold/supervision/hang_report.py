@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,6 +35,7 @@ from threefold.config.loading import REPOSITORY
 MAX_PENDING = 4  # operations of a group that a report keeps, oldest first
 MAX_STATEMENTS = 4  # in a message
 MAX_RANKS_OF_A_COLLECTIVE = 8
+MAX_RUNS_OF_A_GROUP = 4
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class Launched:
     """The operations that one rank has launched on one process group.
 
     Attributes:
-        ranks: the group's global ranks; empty if they are unknown
+        runs: the group's global ranks as progressions (first, last, stride), because all groups of
+            all ranks would be a gigabyte of numbers with 8,192 ranks; empty if they are unknown
         collectives: the newest sequence number of a collective
         transfers: the newest sequence number of a transfer
         pending: the oldest operations that have not ended
@@ -74,15 +77,33 @@ class Launched:
 
     group: str
     description: str
-    ranks: list[int]
+    runs: list[tuple[int, int, int]]
     collectives: int
     transfers: int
     pending: list[LaunchedOperation]
+
+    @property
+    def ranks(self) -> list[int]:
+        """The group's global ranks, in order."""
+        runs = (range(first, last + 1, stride) for first, last, stride in self.runs)
+        return list(chain.from_iterable(runs))
 
     def has_launched(self, operation: LaunchedOperation) -> bool:
         """Return True if this rank has launched an operation of the group."""
         newest = self.transfers if operation.is_transfer else self.collectives
         return newest >= operation.sequence
+
+
+def runs_of(ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return ranks as progressions: first, last, stride."""
+    runs: list[tuple[int, int, int]] = []
+    for rank in ranks:
+        first, last, stride = runs[-1] if runs else (rank, rank, 0)
+        if runs and (first == last or rank - last == stride):
+            runs[-1] = first, rank, rank - last
+        else:
+            runs.append((rank, rank, 1))
+    return runs
 
 
 def read_dump(
@@ -105,7 +126,7 @@ def read_dump(
             Launched(
                 group=name,
                 description="" if description == "undefined" else description,
-                ranks=list(recorded or (members or {}).get(name, ())),
+                runs=runs_of(recorded or (members or {}).get(name, ())),
                 collectives=max(entry["collective_seq_id"] for entry in entries),
                 transfers=max(entry["p2p_seq_id"] for entry in entries),
                 pending=[operation_of(entry) for entry in entries if is_pending(entry)][
@@ -183,8 +204,8 @@ def _describe_operation(
     called = f"group {group_name}" + (f" ({group.description})" if group.description else "")
     verb = "waits" if len(ranks) == 1 else "wait"
     text = f"{_list(ranks, names)} {verb} in {operation.text}, on {called}"
-    if group.ranks:
-        text += f" of ranks {_numbers(group.ranks)}"
+    if group.runs:
+        text += f" of ranks {a_few(list(map(_numbers, group.runs)), most=MAX_RUNS_OF_A_GROUP)}"
     others = {rank: by_group[rank, group_name].pending[0] for rank in ranks[1:]}
     unlike = [rank for rank, other in others.items() if not _match(operation, other)]
     if unlike:
@@ -220,12 +241,12 @@ def _list(ranks: Sequence[int], names: Sequence[str]) -> str:
     return a_few([names[rank] for rank in ranks], most=MAX_RANKS_OF_A_COLLECTIVE)
 
 
-def _numbers(ranks: Sequence[int]) -> str:
-    """Format ranks as a range, such as "0 to 7", or one by one."""
-    if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]} to {ranks[-1]}"
-    shown = ", ".join(map(str, ranks[:MAX_RANKS_OF_A_COLLECTIVE]))
-    return shown + (", ..." if len(ranks) > MAX_RANKS_OF_A_COLLECTIVE else "")
+def _numbers(run: tuple[int, int, int]) -> str:
+    """Format a progression, such as "0 to 7" or "0 to 56 in steps of 8"; up to two ranks singly."""
+    first, last, stride = run
+    if last - first <= stride:
+        return ", ".join(map(str, sorted({first, last})))
+    return f"{first} to {last}" + (f" in steps of {stride}" if stride > 1 else "")
 
 
 # The current activity of a rank, which the training loop records and the supervisor reads.
