@@ -66,6 +66,20 @@ def test_whole_metrics_are_not_written_again(tmp_path: Path, small: dict) -> Non
     assert [line["step"] for line in folder.read_metrics()] == [1, 2]
 
 
+def test_only_the_lost_metrics_are_parsed(tmp_path: Path, small: dict) -> None:
+    """A million lines take a quarter of a minute."""
+    folder, recipe = RunFolder(tmp_path), parse_recipe(small, "test")
+    folder.prepare(recipe, Progress())
+    for step in range(1, 10):
+        folder.metric({"step": step, "step_seconds": 0.5})
+    with mock.patch.object(LineFile, "_parse", autospec=True, side_effect=LineFile._parse) as parse:
+        folder.prepare(recipe, Progress(7, 56))
+    assert parse.call_count == 3  # steps 9, 8 and 7
+    assert [line["step"] for line in folder.read_metrics()] == list(range(1, 8))
+    (repeat,) = folder.read_events()
+    assert (repeat["event"], repeat["steps"], repeat["seconds"]) == ("repeat", 2, 1.0)
+
+
 def test_a_fresh_start_moves_the_old_run_aside(tmp_path: Path, small) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.hold()

@@ -1,12 +1,10 @@
 """The folder of one run: lock, recipe, metrics, events, and the versions that produced them."""
 
 import errno
-import json
 import os
 import platform
 import subprocess
 import time
-from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -212,18 +210,13 @@ class RunFolder:
         self.write_recipe("recipe.toml", recipe)
         try:
             content = self._metric_lines.content()
-            lines = self._metric_lines.parse(content)
+            kept, lost = self._metric_lines.cut(content, start.step)
             # If a recorded step after `start` ended at or before the sample at which the run
             # continues, the step is from a branch that a rollback discarded.
             limit = start.tokens(PhasePlan(recipe))
-            discarded = any(
-                line["step"] > start.step and line.get("tokens", limit + 1) <= limit
-                for line in map(_numbers, lines)
-            )
-            lost = [line for line in lines if line["step"] > start.step]
-            is_whole = content.endswith(b"\n") and content.count(b"\n") == len(lines)
-            if lost or not is_whole or not self.has_written_metrics:
-                self._keep_metrics(lines, start.step, copy=branching or discarded)
+            discarded = any(line.get("tokens", limit + 1) <= limit for line in map(_numbers, lost))
+            if kept != content or not self.has_written_metrics:
+                self._replace_metrics(kept, copy=branching or discarded)
             if lost:
                 self.event("repeat", start.step, steps=len(lost), seconds=seconds_of(lost))
         except OSError as error:
@@ -256,28 +249,19 @@ class RunFolder:
         """
         try:
             copied = self.path / f"metrics.{stamp}.jsonl"
-            lines = LineFile(source, keys=METRIC_KEYS).read()
-            self._keep_metrics(lines, step, copy=not copied.exists(), copy_to=copied)
+            lines = LineFile(source, keys=METRIC_KEYS)
+            kept, _ = lines.cut(lines.content(), step)
+            self._replace_metrics(kept, copy=not copied.exists(), copy_to=copied)
         except OSError as error:
             raise _cannot_write(error.filename or self.path, error) from None
 
-    def _keep_metrics(
-        self,
-        lines: Sequence[dict[str, Any]],
-        step: int,
-        *,
-        copy: bool,
-        copy_to: Path | None = None,
-    ) -> None:
-        """Replace metrics.jsonl with the lines up to a step.
-
-        With `copy`, first copy the file if lines would be lost.
-        """
-        kept = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
-        before = self._metric_lines.content().decode(errors="replace")
+    def _replace_metrics(self, kept: bytes, *, copy: bool, copy_to: Path | None = None) -> None:
+        """Replace metrics.jsonl. With `copy`, first copy the file if lines would be lost."""
+        before = self._metric_lines.content()
         if copy and not kept.startswith(before):
-            write_whole(copy_to or self.path / f"metrics.{time_stamp()}.jsonl", before)
-        self._metric_lines.replace(kept)
+            copied = copy_to or self.path / f"metrics.{time_stamp()}.jsonl"
+            write_whole(copied, before.decode(errors="replace"))
+        self._metric_lines.replace(kept.decode(errors="replace"))
 
     def event(self, event: str, step: int, **facts: Any) -> None:
         """Append to events.jsonl: start, resume, first_step, skip, save, ..."""
