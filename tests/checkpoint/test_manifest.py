@@ -1,5 +1,6 @@
 """Checkpoints on the disk: writing and detection of damage."""
 
+import json
 import random
 import shutil
 import threading
@@ -7,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from safetensors import safe_open
 from models.errors import UserError
 from threefold.checkpoint import format as format_module
 from threefold.checkpoint.format import Manifest, TensorFileWriter, find_damages, sha256
-from threefold.checkpoint.state import AVERAGE, WEIGHTS, first_damage
+from threefold.checkpoint.state import AVERAGE, WEIGHTS, CheckpointReader, first_damage
 from threefold.config.loading import DEFAULT_RECIPE, load_recipe
 from threefold.run_folder import history
 
@@ -67,6 +69,15 @@ def test_tensors_are_read_in_the_order_of_writing(checkpoint: Path) -> None:
         assert {key: tuple(file.get_tensor(key).shape) for key in file.keys()} == SHAPES  # noqa: SIM118
     read = Manifest.read(checkpoint)
     assert read.has_moments and read.progress.samples == 32
+
+
+def test_a_start_parses_a_manifest_once(checkpoint: Path) -> None:
+    with mock.patch.object(json, "loads", side_effect=json.loads) as loads:
+        reader = CheckpointReader.verified(checkpoint)
+        assert reader.manifest.step == 4 and loads.call_count == 1
+        text = (checkpoint / "manifest.json").read_text()
+        (checkpoint / "manifest.json").write_text(text.replace('"step": 4', '"step": 5'))
+        assert Manifest.read(checkpoint).step == 5
 
 
 def test_every_flipped_bit_of_every_file_is_detected(checkpoint: Path) -> None:

@@ -19,6 +19,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -335,8 +336,9 @@ class Manifest:
         return cls.parse(file.read_bytes(), file)
 
     @classmethod
+    @lru_cache(maxsize=1)  # a start verifies a manifest and then reads it; megabytes take a second
     def parse(cls, text: bytes, file: Path) -> "Manifest":
-        """Read the text of a manifest; `file` names it in messages.
+        """Read the text of a manifest, which nothing changes; `file` names it in messages.
 
         Raises:
             UserError: the text is damaged, or was written by a later version of this code.
