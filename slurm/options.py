@@ -16,6 +16,7 @@ import argparse
 from models.errors import UserError
 from threefold.config.loading import load_recipe, origin
 from threefold.config.parallel_dims import LaunchEnvironment
+from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import is_cpu
 from threefold.launch.attempt import resume_option
 from threefold.launch.hosts import check_before_hosts
@@ -62,37 +63,38 @@ def main() -> None:
             file=sys.stderr,
         )
     try:
-        job = sbatch_options(options.recipe, options.set, elastic=options.elastic)
-        if options.elastic:
-            check_for_launch(options)
+        recipe, name = load_recipe(options.recipe, options.set), origin(options.recipe, options.set)
+        job = sbatch_options(recipe, name, elastic=options.elastic)
+        if options.elastic:  # as launch.py, so that no job is queued that it rejects
+            check_before_hosts(recipe, name)
+            Replanner(options.recipe, options.set).require_layout(name)
+            resume_option(options.resume, recipe)
         print(" ".join(job))
     except UserError as problem:
         print(f"options.py: {problem}", file=sys.stderr)
         sys.exit(REJECTED)
 
 
-def sbatch_options(path: Path, overrides: list[str], *, elastic: bool = False) -> list[str]:
+def sbatch_options(recipe: Recipe, name: str, *, elastic: bool) -> list[str]:
     """Return the sbatch options, none of which needs quotes.
 
     Args:
-        path: the recipe
-        overrides: values of --set
+        name: the recipe's file and the overrides, for messages
         elastic: request the spare nodes too, and keep the job when a node dies
 
     Raises:
         UserError: the recipe has no [cluster] section, or its layout does not fit that cluster.
     """
-    recipe = load_recipe(path, overrides)
     if recipe.cluster is None:
         raise UserError(
-            f"{origin(path, overrides)} has no [cluster] section, which gives the size of the job; "
+            f"{name} has no [cluster] section, which gives the size of the job; "
             f'add one, for example nodes = 4, gpus_per_node = 8, gpu = "H100"'
         )
     nodes, gpus = recipe.cluster.nodes, recipe.cluster.gpus_per_node
     try:
         recipe.parallel_dims(LaunchEnvironment(size=nodes * gpus, local_size=gpus))
     except UserError as problem:
-        raise UserError(f"{origin(path, overrides)}: {problem}") from None
+        raise UserError(f"{name}: {problem}") from None
     return [
         f"--job-name={recipe.name}",
         f"--nodes={nodes + (recipe.cluster.spare_nodes if elastic else 0)}",
@@ -100,18 +102,6 @@ def sbatch_options(path: Path, overrides: list[str], *, elastic: bool = False) -
         *([] if is_cpu(recipe.cluster.gpu) else [f"--gpus-per-node={gpus}"]),
         *(["--no-kill"] if elastic else []),
     ]
-
-
-def check_for_launch(options: argparse.Namespace) -> None:
-    """Run the checks of launch.py that need no nodes, so that no job is queued that it rejects.
-
-    Raises:
-        UserError: launch.py would reject the recipe or the option --resume.
-    """
-    recipe, name = load_recipe(options.recipe, options.set), origin(options.recipe, options.set)
-    check_before_hosts(recipe, name)
-    Replanner(options.recipe, options.set).require_layout(name)
-    resume_option(options.resume, recipe)
 
 
 if __name__ == "__main__":
