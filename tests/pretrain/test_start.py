@@ -202,12 +202,12 @@ def test_the_other_ranks_wait_for_the_summary_of_a_finished_run(
     """Slurm would kill rank 0 half a minute after the first rank has ended."""
     calls = mock.Mock()
     monkeypatch.setattr(setup, "dist", calls)
-    monkeypatch.setattr(setup, "ignore_interrupts", calls.ignore_interrupts)
+    monkeypatch.setattr(setup, "ignore_ending_signals", calls.ignore_ending_signals)
     calls.summarize.side_effect = UserError("unreadable")
     with pytest.raises(UserError, match="unreadable"):
         setup.leave_processes(calls.summarize)
     names = [call[0] for call in calls.mock_calls]
-    assert names == ["ignore_interrupts", "summarize", "barrier"]
+    assert names == ["ignore_ending_signals", "summarize", "barrier"]
 
 
 def compare_files(cases: list[tuple[list[Recipe], str, str]]) -> list[tuple[str, str]]:

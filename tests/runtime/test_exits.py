@@ -21,7 +21,7 @@ from threefold.runtime import exits
 from threefold.runtime.exits import (
     exit_at_signals,
     exit_now,
-    ignore_interrupts,
+    ignore_ending_signals,
     interrupt_advice,
     interrupts_blocked,
 )
@@ -86,7 +86,7 @@ def test_a_signal_raises_once_until_it_is_repeated_later() -> None:
         signal.raise_signal(number)  # does not interrupt the cleanup
     with mock.patch.object(exits, "ECHO_SECONDS", 0), pytest.raises(SystemExit, match="130"):
         signal.raise_signal(signal.SIGINT)
-    ignore_interrupts()
+    ignore_ending_signals()
     with mock.patch.object(exits, "ECHO_SECONDS", 0):
         for number in exits.ENDING_SIGNALS:
             signal.raise_signal(number)

@@ -151,12 +151,12 @@ def test_only_a_measured_result_without_a_split_is_no_answer(tmp_path: Path) -> 
     folder = SweepFolder(tmp_path / "sweep", {})
     plain = trial_of()
     asked = replace(plain, split=True)
-    assert folder.answer(plain) is None
+    assert folder.result_of(plain) is None
     folder.add(plain)
     answers = []
     for result in (result_of(split=None), result_of(), Result(outcome="hung")):
         folder.record(plain, result)
-        answers.append((folder.answer(plain) == result, folder.answer(asked) == result))
+        answers.append((folder.result_of(plain) == result, folder.result_of(asked) == result))
         assert folder.result(plain.key) == result
     folder.close()
     assert answers == [(True, False), (True, True), (True, True)]

@@ -101,12 +101,12 @@ def test_failures_are_answered_again_only_by_new_results(tmp_path: Path) -> None
         folder.add(trial)
         folder.record(trial, OK if outcome == "ok" else Result(outcome=outcome, reason=outcome))
     folder.retry_failures()
-    repeated = [outcome for outcome, trial in every.items() if folder.answer(trial) is None]
+    repeated = [outcome for outcome, trial in every.items() if folder.result_of(trial) is None]
     assert repeated == ["hung", "crashed", "rejected"]
-    assert all(other.answer(trial) for trial in every.values()), "other commands still read them"
+    assert all(other.result_of(trial) for trial in every.values()), "other commands still read them"
     other.record(every["hung"], OK)
     folder.record(every["crashed"], Result(outcome="crashed", reason="again"))
-    repeated = [outcome for outcome, trial in every.items() if folder.answer(trial) is None]
+    repeated = [outcome for outcome, trial in every.items() if folder.result_of(trial) is None]
     assert repeated == ["rejected"]
     folder.close()
     other.close()

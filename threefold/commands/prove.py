@@ -40,7 +40,7 @@ from threefold.prove.ranks import run_cases
 from threefold.prove.report import CaseResult, as_json, as_text, describe, relay_as_text, summary
 from threefold.prove.shrink import larger_micro_batch, shrink, write_corpus
 from threefold.runtime.command_line import add_json, add_overrides, count, file_path, picture_file
-from threefold.runtime.exits import exit_at_signals, ignore_interrupts
+from threefold.runtime.exits import exit_at_signals, ignore_ending_signals
 from threefold.runtime.output import escape_output, report_unwritable, stdout_for_json
 
 SECONDS_PER_LAYOUT = 300  # a layout that takes longer counts as hanging
@@ -65,7 +65,7 @@ def main(description: str | None = None) -> None:
         print(f"prove.py: {problem}", file=sys.stderr)
         code = 2
     finally:
-        ignore_interrupts()  # during the exit handlers, which end the fork server
+        ignore_ending_signals()  # during the exit handlers, which end the fork server
     sys.exit(code)
 
 

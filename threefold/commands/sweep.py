@@ -23,7 +23,7 @@ from threefold.runtime.command_line import (
     parse_subcommand,
     seconds,
 )
-from threefold.runtime.exits import exit_at_signals, exit_now, ignore_interrupts
+from threefold.runtime.exits import exit_at_signals, exit_now, ignore_ending_signals
 from threefold.runtime.output import printer, stdout_for_json, use_nonblocking_output
 from threefold.sweep import report
 from threefold.sweep.choice import TrialRequest, choose
@@ -69,7 +69,7 @@ def main(description: str | None = None) -> None:
     except SweepStopped as problem:
         print(f"sweep.py: {problem}", file=sys.stderr)
         code = 1
-    ignore_interrupts()  # during the exit handlers
+    ignore_ending_signals()  # during the exit handlers
     exit_now(code)
 
 
@@ -128,7 +128,7 @@ def sweep(options: argparse.Namespace) -> int:
         for rejection in choice.rejections:
             folder.add_rejection(rejection)
         repeated = [trial.in_round(n + 1) for n in range(rounds) for trial in choice.trials]
-        measured = sum(1 for trial in repeated if folder.answer(trial))
+        measured = sum(1 for trial in repeated if folder.result_of(trial))
         for line in report.choice_lines(choice, measured, rounds):
             say(line)
 

@@ -277,7 +277,7 @@ SECONDS_FOR_SLURM = 1800.0  # to notice that a node is dead: SlurmdTimeout, by d
 SECONDS_FOR_ANSWER = 60.0
 
 
-def requeues(environment: Mapping[str, str]) -> bool:
+def may_be_requeued(environment: Mapping[str, str]) -> bool:
     """Return True if this is an elastic Slurm job that may be requeued."""
     elastic = environment.get("ELASTIC") == "yes" and environment.get("REQUEUE", "yes") == "yes"
     return elastic and bool(environment.get("SLURM_JOB_ID"))
@@ -291,9 +291,9 @@ def requeue_without_batch_host(job: str) -> None:
     deadline = time.monotonic() + SECONDS_FOR_SLURM
     with contextlib.suppress(OSError):  # in a container without Slurm's programs
         while time.monotonic() < deadline:
-            host = answer("squeue", "--noheader", f"--jobs={job}", "--format=%B")
+            host = output_of("squeue", "--noheader", f"--jobs={job}", "--format=%B")
             is_gone = host and is_gone_from(job, host)
-            if is_gone and answer("scontrol", "requeue", job) is not None:
+            if is_gone and output_of("scontrol", "requeue", job) is not None:
                 return
             time.sleep(SECONDS_BETWEEN_QUESTIONS * random.uniform(0.5, 1.5))
 
@@ -301,10 +301,10 @@ def requeue_without_batch_host(job: str) -> None:
 def is_gone_from(job: str, host: str) -> bool:
     """Return True if a job no longer has a node."""
     jobs = ("squeue", "--noheader", f"--jobs={job}", f"--nodelist={host}", "--format=%i")
-    return answer(*jobs) == ""
+    return output_of(*jobs) == ""
 
 
-def answer(*command: str) -> str | None:
+def output_of(*command: str) -> str | None:
     """Return the output of a command of Slurm; None if it fails.
 
     Raises:
@@ -355,7 +355,7 @@ class NodeAgent:
         self.server: ServerProcess | None = None  # of snapshots, from "begin" on
         self.attempt = 0
         self.stopping = False  # the ranks have been asked to save and stop
-        self.is_ordered = False  # launch.py has announced its end, or was asked to stop
+        self.end_is_expected = False  # launch.py has announced its end, or was asked to stop
         self.ranks: dict[int, subprocess.Popen[bytes]] = {}
         self.gpus = GpuWatch()
         self._heard_at = time.monotonic()
@@ -448,12 +448,12 @@ class NodeAgent:
         elif kind == "start":
             self.start(command)
         elif kind == "signal":
-            self.is_ordered |= command["number"] == signal.SIGTERM  # SIGUSR1: to restart
+            self.end_is_expected |= command["number"] == signal.SIGTERM  # SIGUSR1: to restart
             self.signal(command["number"])
         elif kind == "kill":
             self.kill()
         elif kind == "end":
-            self.is_ordered = True
+            self.end_is_expected = True
 
     def start(self, command: dict[str, Any]) -> None:
         """Start the ranks of an attempt, each in a process group of its own."""
@@ -527,7 +527,7 @@ class NodeAgent:
         self.kill()
         if self.server:
             self.server.end()
-        if requeue and not self.is_ordered and requeues(os.environ):
+        if requeue and not self.end_is_expected and may_be_requeued(os.environ):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # of Slurm, which ends the job
             requeue_without_batch_host(os.environ["SLURM_JOB_ID"])
         os._exit(0)

@@ -54,7 +54,7 @@ from threefold.runtime.exits import (
     STOPPED,
     PortInUse,
     exit_now,
-    ignore_interrupts,
+    ignore_ending_signals,
 )
 from threefold.runtime.launchers import free_port
 from threefold.runtime.output import finish_output
@@ -109,7 +109,7 @@ def raise_on_all_ranks() -> Iterator[None]:
         if failed:
             # Launchers end all ranks when the first one exits, so let the failed rank print first.
             time.sleep(experiment_module.SECONDS_FOR_RANK_0_TO_SPEAK)
-            if dist.get_rank() == (rank == 0):  # the lowest of the other ranks
+            if dist.get_rank() == (1 if rank == 0 else 0):  # the lowest of the other ranks
                 print(f"this rank exits because rank {rank} failed", file=sys.stderr)
             exit_now(1)
     for _, in_use, message in of_ranks:
@@ -539,7 +539,7 @@ def leave_processes(finish: Callable[[], None] | None = None) -> None:
     # Launchers end all ranks when the first one exits with an error, or some time after its exit,
     # and rank 0 may finish last, because it waits for W&B or reads a long metrics.jsonl. Ctrl-C
     # ends the wait for W&B, but it reaches the other ranks, too.
-    ignore_interrupts()
+    ignore_ending_signals()
     try:
         if finish is not None:
             finish()

@@ -185,7 +185,7 @@ def exit_at_signals(*numbers: int) -> None:
 
     Signals within ECHO_SECONDS do not raise it again, which would interrupt the cleanup: a user may
     press Ctrl-C twice. An ignored signal stays ignored: nohup relies on it. Call
-    `ignore_interrupts` before the exit handlers run.
+    `ignore_ending_signals` before the exit handlers run.
 
     Args:
         numbers: default: SIGINT, SIGTERM and SIGHUP
@@ -201,7 +201,7 @@ def exit_at_signals(*numbers: int) -> None:
             signal.signal(number, leave)
 
 
-def ignore_interrupts() -> None:
+def ignore_ending_signals() -> None:
     """Let the signals of `exit_at_signals` have no effect: the work of this process is done."""
     for number in ENDING_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:

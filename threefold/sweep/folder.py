@@ -271,7 +271,7 @@ class SweepFolder:
         self._write_json(self._result_file(rejection.key), {"result": result.as_json(), "row": {}})
 
     def retry_failures(self) -> None:
-        """Let `answer` return None for trials that have failed so far, to measure them again.
+        """Let `result_of` return None for trials that have failed so far, to measure them again.
 
         A result stays in the folder until a new one replaces it, because other commands may read it
         at the same time.
@@ -286,7 +286,7 @@ class SweepFolder:
         table = read_json(self._result_file(key))
         return Result.from_json(table["result"]) if table else None
 
-    def answer(self, trial: Trial) -> Result | None:
+    def result_of(self, trial: Trial) -> Result | None:
         """Return the result of a trial, or None if it is still to be measured.
 
         A trial that asks for the split of a step is measured again if its result has none, and a

@@ -53,7 +53,7 @@ class Scheduler:
         Raises:
             SweepStopped: the disk is full, or no ranks can be started.
         """
-        left = [trial for trial in trials if self.folder.answer(trial) is None]
+        left = [trial for trial in trials if self.folder.result_of(trial) is None]
         while left:
             held = []
             for trial in left:
@@ -61,7 +61,7 @@ class Scheduler:
                     if not is_claimed:
                         held.append(trial)
                         continue
-                    result = self.folder.answer(trial)  # another scheduler may have measured it
+                    result = self.folder.result_of(trial)  # another scheduler may have measured it
                     if result is None:
                         with self.folder.stops_without_space():
                             result = self._run(trial)
@@ -135,7 +135,7 @@ def measure_all(
     folder = scheduler.folder
     for trial in trials:
         folder.add(trial)
-    begin_round(trials, [trial for trial in trials if folder.answer(trial) is None])
+    begin_round(trials, [trial for trial in trials if folder.result_of(trial) is None])
     yield from scheduler.measure(trials)
 
 
@@ -160,7 +160,7 @@ def repeat(
     folder = scheduler.folder
     in_rounds = [[trial.in_round(n) for trial in trials] for n in range(1, rounds + 1)]
     waiting = [
-        [trial for trial in in_round if folder.answer(trial) is None] for in_round in in_rounds
+        [trial for trial in in_round if folder.result_of(trial) is None] for in_round in in_rounds
     ]
     going = {trial.identity for trial in trials}  # those that have not failed
     for number, current in enumerate(in_rounds, start=1):
