@@ -47,8 +47,15 @@ BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "flash attention": SDPBackend.F
 LINEAR = (16384, 16384, 2048)  # m, n, k
 VOCABULARY, HIDDEN = 128256, 2048
 LOGITS_TOKENS = (512, 1024, 2048, 4096, 8192)
-# m, n, k: the first two are MLPs with a hidden size of 2048, the last two of 4096
-FP8 = ((16384, 16384, 2048), (16384, 2048, 8192), (8192, 22528, 4096), (8192, 4096, 4096))
+# m, n, k: the first two are MLPs with a hidden size of 2048, the others have one of 4096; the last
+# one is an MLP of llama/7b, whose scales of blocks are padded, because 4 does not divide k / 128
+FP8 = (
+    (16384, 16384, 2048),
+    (16384, 2048, 8192),
+    (8192, 22528, 4096),
+    (8192, 4096, 4096),
+    (8192, 4096, 11008),
+)
 BLOCK = 128  # columns, or rows and columns, that share a scale (DeepSeek-V3, arXiv 2412.19437)
 FP8_MAX = 448.0  # the largest number of float8_e4m3fn
 EXPERTS = ((32768, 2048, 1024, 64), (32768, 2048, 2816, 8))  # m, k, n, e
@@ -111,7 +118,9 @@ def measure(group: str) -> Iterator[dict[str, Any]]:
             if kernel.error is not None:
                 row["error"] = kernel.error
             yield row
-    except RuntimeError as error:  # also NotImplementedError, and errors of CUDA and cuBLAS
+    # RuntimeError includes NotImplementedError and errors of CUDA and cuBLAS; torch rejects scales
+    # with a ValueError.
+    except (RuntimeError, ValueError) as error:
         yield {"kernel": f"not supported: {str(error).splitlines()[0]}"}
 
 
@@ -240,21 +249,19 @@ def _fp8(m: int, n: int, k: int) -> Iterator[Kernel]:
     x_8, x_scales = quantized_rows(x)
     w_8, w_scales = quantized_blocks(weight)
     w_rows_8, w_row_scales = quantized_rows(weight)
-    # Scales of 1 x 128 are in column-major order; those of 128 x 128 are [k / 128, n / 128] for the
-    # transposed weight (torch/_meta_registrations.py).
-    x_scales, w_scales, w_row_scales = (
-        column_major(x_scales),
-        w_scales.t(),
-        column_major(w_row_scales),
-    )
+    # Scales of 1 x 128 are in column-major order. Those of 128 x 128 are [r, n / 128] for the
+    # transposed weight, and r is k / 128 rounded up to a multiple of 4
+    # (torch/_meta_registrations.py).
+    x_scales, w_row_scales = column_major(x_scales), column_major(w_row_scales)
+    padded = F.pad(w_scales, (0, -w_scales.shape[1] % 4)).t()
     rows_type, blocks_type = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
     one = torch.ones((), device=DEVICE)
-    by_blocks = partial(F.scaled_mm, x_8, w_8.t(), x_scales, rows_type, w_scales, blocks_type)
+    by_blocks = partial(F.scaled_mm, x_8, w_8.t(), x_scales, rows_type, padded, blocks_type)
     by_rows = partial(F.scaled_mm, x_8, w_rows_8.t(), x_scales, rows_type, w_row_scales, rows_type)
     by_tensor = partial(
         F.scaled_mm, x_8, w_8.t(), one, F.ScalingType.TensorWise, one, F.ScalingType.TensorWise
     )
-    exact = reals(x_8, x_scales) @ block_reals(w_8, w_scales.t()).t()
+    exact = reals(x_8, x_scales) @ block_reals(w_8, w_scales).t()
     exact_by_rows = reals(x_8, x_scales) @ reals(w_rows_8, w_row_scales).t()
     errors = relative_error(by_blocks(), exact), relative_error(by_rows(), exact_by_rows)
     del exact, exact_by_rows

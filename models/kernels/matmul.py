@@ -208,13 +208,18 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     Otherwise the dequantized matrices are multiplied, in bf16 if `dtype` is, which is exact.
     """
     m, n = a.values.shape[:-1].numel(), len(b.values)
-    device, is_whole = a.values.device, a.is_whole and b.is_whole and m % TILE == n % TILE == 0
-    if device.type == "cuda" and is_whole and torch.cuda.get_device_capability(device) == (9, 0):
+    is_whole = a.is_whole and b.is_whole and m % TILE == n % TILE == 0
+    if is_whole and multiplies_tiles(a.values.device):
         # No view, because autograd does not let the output of a function be a view that a
         # collective changes in place.
         return torch.ops.aten._unsafe_view(_scaled_product(a, b, dtype), (*a.values.shape[:-1], n))
     inner = inner_type(dtype)
     return (a.dequantized(inner) @ b.dequantized(inner).t()).to(dtype)
+
+
+def multiplies_tiles(device: torch.device) -> bool:
+    """Return True on a Hopper GPU, whose matmuls read the scales of tiles and blocks."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def inner_type(dtype: torch.dtype) -> torch.dtype:
@@ -225,20 +230,26 @@ def inner_type(dtype: torch.dtype) -> torch.dtype:
 def _scaled_product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """Return a b^T [m, n] in one matmul.
 
-    torch expects the scales of tiles with adjacent rows, [m, k / 128] with strides (1, m), and
-    those of blocks as [k / 128, n / 128] with strides (1, k / 128) (torch/_meta_registrations.py).
+    torch expects the scales of tiles as [m, k / 128] with strides (1, m). Those of blocks have rows
+    of a multiple of four: [r, n / 128] with strides (1, r), and r is k / 128 rounded up
+    (torch/_meta_registrations.py).
     """
     by_tile, by_block = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-    b_scales = _column_major(b.scales) if b.rows is None else b.scales.contiguous().t()
     return F.scaled_mm(
         a.values.flatten(0, -2),
         b.values.contiguous().t(),
         _column_major(a.scales.flatten(0, -2)),
         by_tile,
-        b_scales,
+        _column_major(b.scales) if b.rows is None else _in_rows_of_fours(b.scales).t(),
         by_tile if b.rows is None else by_block,
         output_dtype=dtype,
     )
+
+
+def _in_rows_of_fours(scales: Tensor) -> Tensor:
+    """Return the scales of blocks, [n / 128, k / 128], with zeros up to a multiple of 4 columns."""
+    missing = -scales.shape[1] % 4
+    return F.pad(scales, (0, missing)) if missing else scales.contiguous()
 
 
 def _column_major(x: Tensor) -> Tensor:

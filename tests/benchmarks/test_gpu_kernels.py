@@ -1,5 +1,7 @@
 """The benchmark of single GPU kernels rejects machines without a GPU."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -27,6 +29,19 @@ def test_every_call_has_valid_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
             assert (kernel.flops > 0) != (kernel.moved_bytes > 0), kernel.name
             kernels += 1
     assert kernels > 70
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, ValueError])
+def test_an_error_of_torch_is_a_row(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kernels() -> Iterator[gpu_kernels.Kernel]:
+        raise error("scale_b must have shape 4 x 32\nmore")
+        yield
+
+    monkeypatch.setitem(gpu_kernels.GROUPS, "fp8", kernels)
+    rows = list(gpu_kernels.measure("fp8"))
+    assert rows == [{"kernel": "not supported: scale_b must have shape 4 x 32"}]
 
 
 def test_a_row_shows_rate_and_error() -> None:

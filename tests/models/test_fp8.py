@@ -1,23 +1,33 @@
 """Matmuls in FP8: the values of tiles and blocks, their products, and the gradients of a layer."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from models.config import ModelConfig
 from models.experts.layer import grouped_matmul
+from models.kernels import matmul as kernels
 from models.kernels.compile import compiled
 from models.kernels.matmul import E4M3, TILE, Fp8, power_of_two_scales, product
 from models.layer_specs import SequentialModel, compute_in_fp8, layer_specs
 from models.parallel.collectives import TensorAxis
-from models.parallel.layers import ColumnParallelLinear, Deferral, Deferring, QuantizedGradient
+from models.parallel.layers import (
+    ColumnParallelLinear,
+    Deferral,
+    Deferring,
+    QuantizedGradient,
+    matmul,
+)
 from tests.models.test_latent_attention import MODEL as LATENT
 from tests.models.test_transformer import SHAPES
 
 LARGEST = 448.0  # of E4M3
 PARTS = (64, 192, 128)  # of a joined weight
+SCALED_MM = F.scaled_mm
 
 
 def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -128,6 +138,50 @@ def layer_of(dtype: torch.dtype, bias: bool = True) -> ColumnParallelLinear:
         for parameter in layer.parameters():
             parameter.copy_(drawn(*parameter.shape))
     return layer.to(dtype)
+
+
+def scaled_mm_of_a_hopper_gpu(
+    a: Tensor, b: Tensor, a_scales: Tensor, a_type: object, b_scales: Tensor, b_type: object,
+    *, output_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Check the inputs as torch does for a GPU, then multiply the dequantized matrices."""
+    on_gpu = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+              for x in (a, b, a_scales, b_scales))  # fmt: skip
+    meta_a, meta_b, meta_a_scales, meta_b_scales = on_gpu
+    SCALED_MM(
+        meta_a, meta_b, meta_a_scales, a_type, meta_b_scales, b_type, output_dtype=output_dtype
+    )
+    of_a = a_scales.repeat_interleave(TILE, 1)
+    if b_type == F.ScalingType.BlockWise128x128:
+        assert b_scales[b.shape[0] // TILE :].count_nonzero() == 0
+        of_b = b_scales.repeat_interleave(TILE, 0)[: len(b)].repeat_interleave(TILE, 1)
+    else:
+        of_b = b_scales.repeat_interleave(TILE, 1).t()
+    return ((a.float() * of_a) @ (b.float() * of_b)).to(output_dtype)
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 3, 4, 86])  # 86: llama/7b
+def test_a_hopper_gpu_takes_the_scales_of_any_number_of_tiles(
+    tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output and the gradients of input and weight, for 1 to 86 tiles of the summed columns."""
+    for parts in ((TILE,), (TILE, 2 * TILE)):
+        x = drawn(TILE, 2, tiles * TILE, dtype=torch.bfloat16)
+        weight = drawn(sum(parts), tiles * TILE, seed=1, dtype=torch.bfloat16)
+        grad = drawn(TILE, 2, sum(parts), seed=2, dtype=torch.bfloat16)
+        results = []
+        for on_hopper in (False, True):
+            multiply = mock.Mock(side_effect=scaled_mm_of_a_hopper_gpu)
+            monkeypatch.setattr(kernels, "multiplies_tiles", lambda _, answer=on_hopper: answer)
+            monkeypatch.setattr(F, "scaled_mm", multiply)
+            leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+            y = matmul(*leaves, None, None, Fp8(parts))
+            y.backward(grad)
+            results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+            assert multiply.call_count == (3 if on_hopper else 0)
+        for emulated, found in zip(*results, strict=True):
+            near = float(emulated.abs().max()) * 1e-4
+            torch.testing.assert_close(found, emulated, rtol=2**-7, atol=near)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
