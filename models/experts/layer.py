@@ -25,7 +25,7 @@ from models.experts.routing import (
     scores_of,
     with_router_losses,
 )
-from models.kernels.compile import Fusing, as_written, for_any_rows
+from models.kernels.compile import Fusing, for_any_rows
 from models.kernels.elementwise import ACTIVATIONS, gelu
 from models.kernels.matmul import Fp8, Quantized, inner_type
 from models.parallel.collectives import (
@@ -457,8 +457,7 @@ class ExpertMLPs(Deferring):
         Args:
             up_deferral: receives the gradients of `up`; None: `self.deferral` does, if it exists
         """
-        # m differs between micro-batches. Fewer than two rows would be compiled separately.
-        fuse = for_any_rows(self.fuse) if len(x) > 1 else as_written
+        fuse = for_any_rows(self.fuse)  # m differs between micro-batches
         ups, downs = self._of_all("up_{}"), self._of_all("down_{}")
         of_ups, of_downs = (self._quantization(weights[0]) for weights in (ups, downs))
         x = grouped_matmul(x, ups, rows, up_deferral or self.deferral, of_ups)

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from models.experts import layer
+from models.kernels.compile import OPTIONS_FOR_ANY_ROWS, mark_rows
 from threefold.config.loading import REPOSITORY, load_recipe
 from threefold.trace import fake_cluster, trace
 
@@ -95,12 +96,12 @@ class Call:
     """A call of a fused function.
 
     inputs: a `Layout` for each tensor, and the other inputs themselves
-    dynamic: True for a function that is compiled once for any number of rows
+    any_rows: True for a function that is compiled once for any number of rows
     """
 
     function: Callable[..., Any]
     inputs: tuple[Any, ...]
-    dynamic: bool
+    any_rows: bool
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -109,7 +110,7 @@ class Call:
             (len(each.shape), each.dtype) if isinstance(each, Layout) else each
             for each in self.inputs
         )
-        return self.function, self.dynamic, *inputs
+        return self.function, self.any_rows, *inputs
 
     @property
     def name(self) -> str:
@@ -119,7 +120,7 @@ class Call:
     def __str__(self) -> str:
         tensors = [each for each in self.inputs if isinstance(each, Layout)]
         texts = [f"{str(each.dtype).removeprefix('torch.')}{[*each.shape]}" for each in tensors]
-        rows = ", any number of rows" if self.dynamic else ""
+        rows = ", any number of rows" if self.any_rows else ""
         return f"{self.name}({', '.join(texts)}){rows}"
 
 
@@ -128,7 +129,7 @@ def recorded_calls(names: Iterable[str]) -> list[Call]:
     calls: dict[Any, Call] = {}
     one_kernel = fake_cluster.one_kernel
 
-    def recording(function: Callable[..., Any], *, dynamic: bool = False) -> Callable[..., Any]:
+    def recording(function: Callable[..., Any], *, any_rows: bool = False) -> Callable[..., Any]:
         run = one_kernel(function)
 
         def recorded(*inputs: Any) -> Any:
@@ -138,14 +139,14 @@ def recorded_calls(names: Iterable[str]) -> list[Call]:
                 else each
                 for each in inputs
             )
-            call = Call(function, tuple(layouts), dynamic)
+            call = Call(function, tuple(layouts), any_rows)
             calls.setdefault(call.kind, call)
             return run(*inputs)
 
         return recorded
 
     def for_any_rows(_: object) -> Callable[..., Any]:
-        return lambda function: recording(function, dynamic=True)
+        return lambda function: recording(function, any_rows=True)
 
     with (
         mock.patch.object(fake_cluster, "one_kernel", recording),
@@ -264,11 +265,11 @@ def compile_call(call: Call) -> list[str]:
         return kernel
 
     def compile_only(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        compile_fx(graph, inputs)
+        compile_fx(graph, inputs, config_patches=OPTIONS_FOR_ANY_ROWS if call.any_rows else None)
         return graph.forward
 
     torch._dynamo.reset()
-    run = torch.compile(call.function, dynamic=call.dynamic, backend=compile_only, fullgraph=True)
+    run = torch.compile(call.function, dynamic=False, backend=compile_only, fullgraph=True)
     with mock.patch.object(AsyncCompile, "triton", compile_kernel), FakeTensorMode():
         inputs = [
             torch.empty_strided(each.shape, each.stride, dtype=each.dtype, device="cuda")
@@ -276,6 +277,8 @@ def compile_call(call: Call) -> list[str]:
             else each
             for each in call.inputs
         ]
+        if call.any_rows:
+            mark_rows(inputs)
         run(*inputs)
     return kernels
 

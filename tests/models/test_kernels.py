@@ -2,8 +2,10 @@
 
 import contextlib
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,13 +18,17 @@ from models.attention import Frequencies, _QueryKeyNorm, rotary_table
 from models.config import ModelConfig
 from models.kernels import attention, elementwise, norms
 from models.kernels.compile import (
+    Function,
+    _compiled,
     are_compiled,
     as_written,
     compile_kernels,
     compiled,
+    for_any_rows,
     native_on_cpu,
 )
 from models.kernels.elementwise import GOLDEN_64, drop_out, keep_mask
+from models.kernels.matmul import Fp8
 from models.kernels.norms import ResidualBranch
 from models.layer_specs import SequentialModel, layer_specs, logical_parameters
 from models.parallel import cross_entropy
@@ -531,7 +537,105 @@ def test_auto_compiles_on_gpus_only() -> None:
                 assert should_compile("auto") == others
 
 
-def test_functions_may_be_compiled_for_many_shapes() -> None:
-    """torch would run later shapes as written, with other kernels than a resumed run."""
-    compiled(rms_norm)
-    assert torch._dynamo.config.recompile_limit >= 64
+@pytest.fixture
+def traced_graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[Any]]]:
+    """The inputs of each graph for which torch's compiler is called; the graphs run eagerly."""
+    traced, compile_function = [], torch.compile
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        nodes = graph.graph.find_nodes(op="placeholder")
+        traced.append([node.meta["example_value"] for node in nodes])
+        return graph.forward
+
+    def compile_eagerly(function: Function, *, options: object, **settings: Any) -> Function:
+        return compile_function(function, backend=backend, **settings)
+
+    monkeypatch.setattr(torch, "compile", compile_eagerly)
+    torch._dynamo.reset()
+    _compiled.cache_clear()
+    yield traced
+    torch._dynamo.reset()
+    _compiled.cache_clear()
+
+
+MANY_SHAPES = 12  # more than torch's default of 8
+
+
+def test_functions_are_compiled_for_many_shapes_in_every_thread(
+    traced_graphs: list[list[Any]],
+) -> None:
+    """torch would run later shapes as written, with other kernels than a resumed run.
+
+    A GPU's backward passes and the helper of paired passes run in threads of their own.
+    """
+
+    def run() -> None:
+        for rows in range(2, 2 + MANY_SHAPES):
+            compiled(elementwise._swiglu)(torch.randn(rows, 8))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert len(traced_graphs) == MANY_SHAPES
+    run()
+    assert len(traced_graphs) == MANY_SHAPES  # the threads share the compiled functions
+
+
+@pytest.mark.parametrize("activation", ["swiglu", "geglu", "clamped_swiglu", "squared_relu"])
+def test_a_function_is_compiled_once_for_any_rows(
+    activation: str, traced_graphs: list[list[Any]]
+) -> None:
+    """Only the number of rows is a variable of the kernels, so that they read vectors of elements.
+
+    Other widths are compiled separately, and fewer than two rows are not compiled.
+    """
+    fuse = for_any_rows(compiled)
+    for width in (8, 24):
+        traced_graphs.clear()
+        for rows in (0, 1, 3, 2, 1, 64, 5, 0):
+            both = []
+            for setting in (as_written, fuse):
+                x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows))
+                x.requires_grad_()
+                y = elementwise.ACTIVATIONS[activation](x, setting)
+                y.backward(torch.ones_like(y))
+                both.append((y.detach(), x.grad))
+            for expected, found in zip(*both, strict=True):
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert len(traced_graphs) == 2  # forward and backward
+        tensors = [x for inputs in traced_graphs for x in inputs if isinstance(x, Tensor)]
+        for x in tensors:
+            assert all(is_constant(size) for size in (*x.shape[1:], *x.stride()))
+            assert not is_constant(x.shape[0])
+
+
+def is_constant(size: int | torch.SymInt) -> bool:
+    """Return True for a size that torch's compiler writes into a kernel."""
+    return isinstance(size, int) or size.node.expr.is_number
+
+
+def test_rows_in_fp8_are_quantized_by_one_kernel(traced_graphs: list[list[Any]]) -> None:
+    fp8 = Fp8((256,), for_any_rows(compiled))
+    for rows in (0, 1, 3, 2, 64):
+        x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(rows))
+        expected, found = Fp8((256,)).rows(x), fp8.rows(x)
+        assert torch.equal(found.scales, expected.scales)
+        assert torch.equal(found.values.float(), expected.values.float())
+    assert len(traced_graphs) == 1
+
+
+@needs_compiler
+@pytest.mark.long
+@pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
+def test_kernels_for_any_rows_compute_the_same(activation: str) -> None:
+    function = elementwise.ACTIVATIONS[activation]
+    before, compiled_in = graphs(), []
+    for rows in (0, 1, 2, 37):
+        x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)).requires_grad_()
+        y, again = function(x, as_written), function(x, for_any_rows(compiled))
+        torch.testing.assert_close(again, y)
+        grad = torch.randn(y.shape)
+        expected, found = (torch.autograd.grad(each, x, grad)[0] for each in (y, again))
+        torch.testing.assert_close(found, expected)
+        compiled_in.append(graphs() - before)
+    assert compiled_in == [0, 0, 2, 2]

@@ -251,8 +251,13 @@ def one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*inputs: Any) -> Any:
         tensors = [tensor for tensor in inputs if isinstance(tensor, torch.Tensor)]
-        shapes = (x.to("meta") if isinstance(x, torch.Tensor) else x for x in inputs)
         made = partial(torch.empty_strided, device=tensors[0].device)
+        shapes = (
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+            if isinstance(x, torch.Tensor)
+            else x
+            for x in inputs
+        )
         return tree_map_only(
             torch.Tensor, lambda t: made(t.shape, t.stride(), dtype=t.dtype), function(*shapes)
         )
