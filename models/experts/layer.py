@@ -146,11 +146,12 @@ def _multiply(
 ) -> Tensor:
     """Return the product of each group's rows and its weight, or its transposed weight.
 
-    On a GPU one kernel computes all groups, in bf16 and if rows are multiples of 16 bytes. On a CPU
-    a loop has the same result and speed.
+    On some GPUs one kernel computes all groups, in bf16 and if rows are multiples of 16 bytes. On
+    others, torch's function is a loop that waits for the ends of the groups to arrive on the host,
+    which has them already. On a CPU a loop has the same result and speed.
     """
     aligned = all(size % 8 == 0 for size in weights[0].shape)
-    if x.device.type == "cuda" and x.dtype == torch.bfloat16 and len(x) and aligned:
+    if x.dtype == torch.bfloat16 and len(x) and aligned and multiplies_groups(x.device):
         stacked = stack(weights)  # [g, out, in]
         ends = torch.tensor(rows, dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return F.grouped_mm(
@@ -163,6 +164,19 @@ def _multiply(
     for part, weight, out in zip(x.split(rows), weights, y.split(rows), strict=True):
         torch.mm(part, weight.t() if transposed else weight, out=out)
     return y
+
+
+# Generations of GPUs for which torch has a kernel of `grouped_mm` (`_grouped_mm_cuda` in torch's
+# GroupedBlas.cpp): Hopper, and Blackwell in data centers.
+GENERATIONS_WITH_GROUPS = (9, 10)
+
+
+def multiplies_groups(device: torch.device) -> bool:
+    """Return True on a GPU for which torch has a kernel that multiplies groups of rows."""
+    if device.type != "cuda":
+        return False
+    major, _ = torch.cuda.get_device_capability(device)
+    return major in GENERATIONS_WITH_GROUPS
 
 
 def stack(weights: Sequence[Tensor]) -> Tensor:

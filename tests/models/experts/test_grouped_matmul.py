@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from models.experts import layer as layer_module
 from models.parallel import layers
@@ -125,6 +126,33 @@ def test_a_fault_in_deferral_is_noticed() -> None:
         layer_module, "ProductGradient", lambda *pair: lambda: 0 * WEIGHT_GRADIENT(*pair)
     ):
         assert not agree(run(ROWS["all groups"], Deferral()), immediate)
+
+
+class _OnGpu(Tensor):
+    """A tensor on the CPU that claims to be on a GPU."""
+
+    device = torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("capability", "in_one_kernel"),
+    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((10, 3), True),
+     ((12, 0), False)],
+)  # fmt: skip
+def test_one_kernel_multiplies_groups_only_where_torch_has_it(
+    capability: tuple[int, int], in_one_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On other GPUs `grouped_mm` waits for the ends of the groups to arrive on the host."""
+    called = mock.Mock(return_value=torch.zeros(()))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(F, "grouped_mm", called)
+    monkeypatch.setattr(Tensor, "to", lambda x, *_, **__: x)
+    generator = torch.Generator().manual_seed(0)
+    x, *weights = (torch.randn(8, 8, generator=generator).bfloat16() for _ in range(3))
+    y = MULTIPLY(x.as_subclass(_OnGpu), weights, [3, 5], transposed=True)
+    assert called.call_count == in_one_kernel
+    if not in_one_kernel:
+        assert torch.equal(y[3:].as_subclass(Tensor), x[3:] @ weights[1].t())
 
 
 def views(count: int = 4, gap: int = 0) -> tuple[Tensor, list[nn.Parameter]]:
