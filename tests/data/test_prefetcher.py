@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from models.errors import UserError
 from models.parallel.micro_batch_info import MicroBatchInfo
 from threefold.data.dataset import MicroBatch, Prefetcher
+from threefold.engine.engine import Engine
 
 
 def micro_batch(number: int) -> MicroBatch:
@@ -52,6 +54,47 @@ def test_a_middle_stage_gets_no_tokens() -> None:
     coming = MicroBatch(None, None, MicroBatchInfo())
     prefetcher = Prefetcher(lambda step: [coming], last_step=9, pinned=True)
     assert prefetcher.next(1)[0] == [coming]
+
+
+@pytest.fixture
+def pinning_threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """The threads that copy tokens or labels to page-locked memory."""
+    threads: list[threading.Thread] = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
+        threads.append(threading.current_thread())
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    return threads
+
+
+def test_page_locked_memory_is_allocated_between_steps(
+    pinning_threads: list[threading.Thread],
+) -> None:
+    """In the middle of a step the allocation may wait for a posted receive."""
+    read = threading.Event()
+
+    def source(step: int) -> Iterator[MicroBatch]:
+        yield micro_batch(step)
+        if step == 2:
+            read.set()
+
+    prefetcher = Prefetcher(source, last_step=2, pinned=True)
+    for step in (1, 2):
+        ((coming,), _) = prefetcher.next(step)
+        assert int(coming.tokens[0, 0]) == step
+        assert read.wait(10)  # the next step is read before the main thread asks for it
+        assert pinning_threads == [threading.main_thread()] * 2 * step  # tokens and labels
+
+
+def test_micro_batches_of_evaluations_are_pinned_on_a_gpu(
+    pinning_threads: list[threading.Thread],
+) -> None:
+    for on_gpu in (False, True):
+        engine = mock.MagicMock(spec=Engine, on_gpu=on_gpu, crumb=mock.MagicMock())
+        assert len(list(Engine._from_disk(engine, [micro_batch(1), micro_batch(2)]))) == 2
+        assert len(pinning_threads) == 4 * on_gpu
 
 
 def test_a_run_that_rolls_back_reads_the_requested_samples() -> None:

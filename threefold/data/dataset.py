@@ -530,7 +530,9 @@ class Prefetcher:
 
     read: returns the micro-batches of a step
     last_step: the last step that is read
-    pinned: whether to put them into page-locked memory, which a GPU reads without the host
+    pinned: whether to put them into page-locked memory, which a GPU reads without the host. `next`
+        does this, between steps, because the allocation of such memory may wait for the whole
+        device, and in the middle of a step for a posted receive.
     """
 
     def __init__(
@@ -553,6 +555,8 @@ class Prefetcher:
         waited = time.perf_counter() - started
         if step < self.last_step:
             self._coming[step + 1] = self._thread.submit(self._fetch, step + 1)
+        if self.pinned:
+            micro_batches = [batch.pinned() for batch in micro_batches]
         return micro_batches, waited
 
     def reset(self) -> None:
@@ -562,5 +566,4 @@ class Prefetcher:
         self._coming.clear()
 
     def _fetch(self, step: int) -> list[MicroBatch]:
-        micro_batches = self.read(step)
-        return [batch.pinned() if self.pinned else batch for batch in micro_batches]
+        return list(self.read(step))

@@ -302,14 +302,17 @@ class Engine(ABC):
         return diverged_replicas(noted(), self.wrapped.device)
 
     def _from_disk(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield micro-batches as they are read from disk, which does not count as a hang."""
+        """Yield micro-batches as they are read from disk, which does not count as a hang.
+
+        On a GPU they are in page-locked memory, so that kernels run during their copies.
+        """
         iterator = iter(micro_batches)
         for number in itertools.count():
             with self.crumb.waiting_for_disk("reading data", micro_batch=number):
                 micro_batch = next(iterator, None)
             if micro_batch is None:
                 return
-            yield micro_batch
+            yield micro_batch.pinned() if self.on_gpu else micro_batch
 
     def _copies(self) -> list[ReplicaGroup]:
         tensor, group, expert_group = (
