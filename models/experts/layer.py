@@ -135,9 +135,15 @@ class _QuantizedGroups(torch.autograd.Function):
 
 
 def _multiply_dequantized(x: Quantized, ctx: Any, *, transposed: bool) -> Tensor:
-    """Return what `_multiply` does, of rows and weights in FP8."""
-    inner = inner_type(ctx.dtype)
-    weights = [ctx.fp8.weight(weight).dequantized(inner) for weight in ctx.weights]
+    """Return what `_multiply` does, of rows and weights in FP8.
+
+    All weights are quantized and dequantized together, as one whose parts are those of each weight,
+    because kernels for each expert would be several hundred. No block has rows of two experts.
+    """
+    inner, groups = inner_type(ctx.dtype), len(ctx.weights)
+    of_all = replace(ctx.fp8, outputs=ctx.fp8.outputs * groups)
+    stacked = of_all.weight(stack(ctx.weights).flatten(0, 1)).dequantized(inner)  # [g * out, in]
+    weights = stacked.unflatten(0, (groups, -1)).unbind()  # adjacent: no copy in `stack`
     return _multiply(x.dequantized(inner), weights, ctx.rows, transposed=transposed).to(ctx.dtype)
 
 

@@ -55,9 +55,9 @@ class Quantized:
         scales = self.scales.to(dtype)
         wide = _tiles(_reals(self.values, dtype), self.columns, -1)  # [..., tiles, 128]
         if self.rows is None:
-            wide = wide * scales.unsqueeze(-1)
+            wide.mul_(scales.unsqueeze(-1))
         else:
-            wide = _tiles(wide, self.rows, 0) * scales[:, None, :, None]
+            wide = _tiles(wide, self.rows, 0).mul_(scales[:, None, :, None])
             wide = _without_tiles(wide, self.rows, 0)
         return _without_tiles(wide, self.columns, -1)
 

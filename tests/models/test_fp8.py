@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.config import ModelConfig
+from models.experts import layer as experts
 from models.experts.layer import grouped_matmul
 from models.kernels import matmul as kernels
 from models.kernels.compile import compiled
@@ -255,6 +256,27 @@ def test_groups_of_experts_multiply_quantized_rows_and_weights() -> None:
         # The gradient of the outputs is not quantized for the weights.
         expected = grad[part].t() @ inputs.dequantized(torch.bfloat16)
         torch.testing.assert_close(weight.grad, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("parts", [(TILE, TILE), PARTS], ids=["whole tiles", "smaller tiles"])
+def test_the_weights_of_all_groups_are_quantized_at_once(
+    parts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The values are those of each weight alone, bit for bit: no block has rows of two experts."""
+    flat, rows, out = drawn(3 * sum(parts) * TILE, dtype=torch.bfloat16), (3, 0, 5), sum(parts)
+    weights = [torch.nn.Parameter(part) for part in flat.view(3, out, TILE)]
+    fp8, quantize = Fp8(parts), mock.Mock(side_effect=kernels.quantize_blocks)
+    alone = [fp8.weight(weight).dequantized(torch.bfloat16) for weight in weights]
+    monkeypatch.setattr(kernels, "quantize_blocks", quantize)
+    multiply = mock.Mock(side_effect=experts._multiply)
+    monkeypatch.setattr(experts, "_multiply", multiply)
+    x = drawn(8, TILE, seed=7, dtype=torch.bfloat16).requires_grad_()
+    grouped_matmul(x, weights, rows, None, fp8).sum().backward()
+    assert quantize.call_count == multiply.call_count == 2  # forward and backward
+    for call in multiply.call_args_list:
+        multiplied = call.args[1]
+        assert all(map(torch.equal, multiplied, alone))
+        assert experts.stack(multiplied).data_ptr() == multiplied[0].data_ptr()
 
 
 @pytest.mark.parametrize(
