@@ -248,7 +248,7 @@ def test_a_second_start_of_a_finished_run_prints_the_summary(
     changed_decay = ("--set", "optimizer.weight_decay=0.3")
     output = two_ranks(recipe_file, "--run-dir", folder, *changed_decay)
     assert "small is finished: 8 steps" in output
-    assert "not trained with these changes: optimizer.weight_decay: 0.1 -> 0.3; to" in output
+    assert "these changes have no effect: optimizer.weight_decay: 0.1 -> 0.3; to" in output
     longer = "to train longer at the learning rate of 4.00e-04, use --set training.steps=16 --set "
     assert f"{longer}optimizer.schedule.steps=8; " in output
     assert (folder / "metrics.jsonl").read_bytes() == before
@@ -721,7 +721,7 @@ def test_one_of_the_ranks_that_cannot_read_the_tokens_tells_why(
     assert told == [f"stopped: {reason}" for reason in stops] and len(stops) == 2
     lost = mock.Mock(**{"return_value.add.side_effect": RuntimeError("reset")})
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lost)
-    assert watch.tells_first(stops[0])  # rank 0 has ended
+    assert watch.is_first_to_report(stops[0])  # rank 0 has ended
 
 
 def test_a_run_whose_corpus_is_overwritten_saves_nothing(

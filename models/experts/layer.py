@@ -137,8 +137,8 @@ class _QuantizedGroups(torch.autograd.Function):
 def _multiply_dequantized(x: Quantized, ctx: Any, *, transposed: bool) -> Tensor:
     """Return what `_multiply` does, of rows and weights in FP8.
 
-    All weights are quantized and dequantized together, as one whose parts are those of each weight,
-    because kernels for each expert would be several hundred. No block has rows of two experts.
+    The weights of all experts are quantized and dequantized as one stacked weight: separate calls
+    would launch several hundred kernels. No block has rows of two experts.
     """
     inner, groups = inner_type(ctx.dtype), len(ctx.weights)
     of_all = replace(ctx.fp8, outputs=ctx.fp8.outputs * groups)

@@ -82,7 +82,7 @@ def _compiled(function: Function, *, any_rows: bool) -> Function:
 
 
 def mark_rows(inputs: Sequence[Any]) -> None:
-    """Let the next compilation take the first dimension of each tensor for one of any size."""
+    """Mark the first dimension of each tensor as dynamic for the next compilation."""
     for x in inputs:
         if isinstance(x, torch.Tensor):
             torch._dynamo.maybe_mark_dynamic(x, 0)

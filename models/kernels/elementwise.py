@@ -219,8 +219,8 @@ class _HeadsFirst(torch.autograd.Function):
 def _check_halves(x: Tensor, gate: Tensor, up: Tensor) -> None:
     """Tell torch's compiler that the rows of both halves are as far apart as those of x [n, 2f].
 
-    If n is any number, it would otherwise take the distance for any number, too, and store elements
-    one by one.
+    If n is dynamic, it would otherwise treat the distance as dynamic, too, and store element by
+    element.
     """
     for half in (gate, up):
         torch._check(half.stride(0) == x.shape[1])

@@ -131,7 +131,10 @@ def test_links_are_followed_and_files_count_once(
     assert texts(opened(tmp_path / "in"), 500) == TEXTS
     said = capsys.readouterr().out
     assert "skipped 1 file (unsupported format), such as" in said
-    assert f"skipped 1 file (second name of another file), such as {tmp_path}/in/same" in said
+    assert (
+        f"skipped 1 file (another name of a file that is already read), such as {tmp_path}/in/same"
+        in said
+    )
     assert texts(opened(f"{tmp_path}/in/**/*.jsonl"), 500) == TEXTS
     with pytest.raises(UserError, match="is named twice; name it once"):
         opened(tmp_path / "in", tmp_path / "elsewhere")

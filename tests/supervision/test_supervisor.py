@@ -529,18 +529,20 @@ def test_a_request_to_stop_names_the_lowest_rank_that_received_one(
         own.names, own.rank = [""] * 4, rank
         own.name_hosts(["node1", "node1", "node2", "node2"])
         ranks.append(own)
-    assert ranks[0]._reason(max(own._request() for own in ranks)) == ""
+    assert ranks[0]._decoded_request(max(own._encoded_request() for own in ranks)) == ""
     for own in ranks[2:]:  # on one node only
         own._launchers, own._stopped = [mock.Mock(pid=47, state=lambda: "")], Counter()
         own._look_at_launchers()
     said = "rank 2 (node2): its launcher (process 47) has exited; stopping after this step\n"
     assert capsys.readouterr().err == said
-    reason = ranks[0]._reason(max(own._request() for own in ranks))
+    reason = ranks[0]._decoded_request(max(own._encoded_request() for own in ranks))
     assert reason == "the launcher of rank 2 on node2 has exited"
     for own in ranks[:2]:
         own._on_signal(signal.SIGINT if own.rank else signal.SIGTERM)
     assert capsys.readouterr().err == "rank 0 (node1): SIGTERM; stopping after this step\n"
-    reasons = {own._reason(max(other._request() for other in ranks)) for own in ranks}
+    reasons = {
+        own._decoded_request(max(other._encoded_request() for other in ranks)) for own in ranks
+    }
     assert reasons == {"SIGTERM to rank 0 on node1"}
 
 

@@ -21,8 +21,8 @@ from threefold.tracking.messages import (
     longer_training,
     summarize,
     tell_changes,
-    tell_untrained_changes,
     thread_excess,
+    warn_of_changes_after_the_end,
 )
 from threefold.tracking.tracker import Tracker
 
@@ -180,7 +180,7 @@ def test_a_vocabulary_with_unused_rows_has_a_note(
     options = ("--gpu", "H100", "--top", 0)
     planned = run_here(*command, *options).stdout
     assert "optimizer.average begins with update 1001" in planned
-    assert "Validation is not counted, and takes up to" in planned
+    assert "The time excludes validation, which adds up to" in planned
     for printed in (started, planned):
         assert printed.count("model.vocab_size = ") == 2 * bool(unused)
         assert unused in printed
@@ -207,7 +207,9 @@ def test_a_run_that_ends_within_its_warm_up_has_a_note(tmp_path: Path) -> None:
 
     assert "warmup_steps = 40, in steps 1 to 40; use for example warmup_steps = 4" in note()
     assert note(steps=41) == note(counts="sequences") == note(counts="sequences", warmup=319) == ""
-    assert "warmup_steps = 32" in note(counts="sequences", warmup=320)  # 8 in each of 40 steps
+    assert "warmup_steps = 320 sequences" in note(
+        counts="sequences", warmup=320
+    )  # 8 in each of 40 steps
     late = {"name": "late", "start_step": 31}
     schedules = {n: {"warmup_steps": n, "decay": "constant"} for n in (9, 10)}
     late_note = note(late | {"optimizer": {"schedule": schedules[10]}}, warmup=2)
@@ -240,13 +242,16 @@ def test_an_average_that_never_begins_has_a_note(
 def test_a_run_that_ends_within_its_ramp_has_a_note(small: dict[str, Any]) -> None:
     """The batch grows from 4 to 8 after half of the samples of the ramp."""
 
-    def notes(samples: int) -> list[str]:
+    def plan_of(samples: int) -> PhasePlan:
         ramp = {"start_sequences": 4, "increment": 4, "samples": samples}
         table = changed(small, batch__ramp=ramp, batch__micro_sequences=4, training__steps=20)
-        return PhasePlan(parse_recipe(table, "test")).notes
+        return PhasePlan(parse_recipe(table, "test"))
 
-    assert notes(76) == []  # step 20 is the only one with 8 sequences
-    assert "ends within batch.ramp, at 4 of batch.global_sequences = 8;" in notes(77)[0]
+    assert plan_of(76).notes == []  # step 20 is the only one with 8 sequences
+    (note,) = plan_of(77).notes
+    assert "ends within batch.ramp, at 4 of batch.global_sequences = 8;" in note
+    planned = plan_of(77).recipe_of("first").batch
+    assert (planned.global_sequences, planned.ramp) == (8, None)
 
 
 def test_a_phase_that_changes_the_learning_rate_abruptly_says_so(small: dict[str, Any]) -> None:
@@ -275,12 +280,14 @@ def test_a_finished_run_names_the_changes_that_it_is_not_trained_with(
     small: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = parse_recipe(small, "test")
-    found = mock.Mock(changes=lambda _: {"optimizer.learning_rate": [4e-3, 1e-3]})
-    tell_untrained_changes(found, recipe)
+    without_effect = {"layout.tensor": [1, 2], "tracking.mode": ["offline", "online"]}
+    changed_keys = {"optimizer.learning_rate": [4e-3, 1e-3]} | without_effect
+    found = mock.Mock(changes=lambda _: changed_keys)
+    warn_of_changes_after_the_end(found, recipe)
     said = capsys.readouterr().err
-    assert "is not trained with these changes: optimizer.learning_rate: 0.004 -> 0.001;" in said
-    found.changes = lambda _: {}
-    tell_untrained_changes(found, recipe)
+    assert "these changes have no effect: optimizer.learning_rate: 0.004 -> 0.001; to" in said
+    found.changes = lambda _: without_effect
+    warn_of_changes_after_the_end(found, recipe)
     assert capsys.readouterr().err == ""
 
 

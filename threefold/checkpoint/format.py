@@ -18,8 +18,10 @@ import math
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -294,11 +296,7 @@ class Manifest:
 
     def records(self, kinds: Collection[str]) -> dict[str, FileRecord]:
         """Return the records of the files that hold tensors of some kinds."""
-        names = {
-            file
-            for key, file in self.tensors.items()
-            if (key.rpartition("/")[0] or "weights") in kinds
-        }
+        names = {file for key, file in self.tensors.items() if kind_of(key) in kinds}
         return {name: record for name, record in self.files.items() if name in names}
 
     def missing(self, folder: Path) -> str | None:
@@ -338,7 +336,9 @@ class Manifest:
     @classmethod
     @lru_cache(maxsize=1)  # a start verifies a manifest and then reads it; megabytes take a second
     def parse(cls, text: bytes, file: Path) -> "Manifest":
-        """Read the text of a manifest, which nothing changes; `file` names it in messages.
+        """Parse a manifest. The result is cached, so callers must not modify it.
+
+        file: its name in messages
 
         Raises:
             UserError: the text is damaged, or was written by a later version of this code.
@@ -390,6 +390,11 @@ def tensor_key(kind: str, name: str) -> str:
     return name if kind == "weights" else f"{kind}/{name}"
 
 
+def kind_of(key: str) -> str:
+    """Return the kind of a tensor from its name in a checkpoint's files (`tensor_key`)."""
+    return key.rpartition("/")[0] or "weights"
+
+
 def sha256(file: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
     with file.open("rb") as stream:
@@ -402,6 +407,7 @@ def find_damages(
     kinds: Collection[str] = (),
     share: int = 0,
     shares: int = 1,
+    threads: int = 1,
     note: Callable[[str], object] = lambda activity: None,
 ) -> Iterator[str]:
     """Verify a checkpoint's manifest and a share of its files; yield a sentence for each damage.
@@ -410,6 +416,7 @@ def find_damages(
         kinds: verify only the files that hold tensors of these kinds; (): all files
         share: the share to verify, 0 .. shares - 1
         shares: number of processes that verify the files together
+        threads: number of files that this process verifies at the same time
         note: called before each file is read, to report progress
 
     Raises:
@@ -423,9 +430,16 @@ def find_damages(
         if NAME.fullmatch(checkpoint.name) and content.step != step_of(checkpoint):
             yield f"{checkpoint / 'manifest.json'} belongs to step {content.step}"
         files = content.records(kinds) if kinds else content.files
-        for name, record in sorted(files.items())[share::shares]:
+
+        def verify(name: str) -> list[str]:
             note(f"verifying {checkpoint.name}/{name}")
-            yield from _file_damages(checkpoint / name, record)
+            return list(_file_damages(checkpoint / name, files[name]))
+
+        # An interrupt, or the first damage if the caller needs no other, does not wait for the
+        # threads of a ThreadPool, which are daemons.
+        with ThreadPool(threads) if threads > 1 else nullcontext() as pool:
+            for damages in (pool.imap if pool else map)(verify, sorted(files)[share::shares]):
+                yield from damages
     except OSError as error:
         yield f"{error.filename} cannot be read ({error.strerror or error})"
 

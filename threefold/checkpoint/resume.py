@@ -31,7 +31,7 @@ from threefold.checkpoint.format import find_damages
 from threefold.checkpoint.state import CheckpointReader, DamagedCheckpoint, newest_undamaged
 from threefold.config.deepspeed_json import read_deepspeed_json
 from threefold.config.loading import parse_recipe
-from threefold.config.optimization import MAX_RATE_CHANGE, learning_rate
+from threefold.config.optimization import is_jump, learning_rate
 from threefold.config.phases import RAMP, PhasePlan, Segment
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
@@ -151,7 +151,7 @@ class ResumePoint:
         step = self.progress.step + 1
         old_segment, new_segment = (PhasePlan(plan).at(step) for plan in (earlier, recipe))
         old, new = old_segment.rate_to_continue(step), new_segment.learning_rate(step)
-        if _is_near(old, new):
+        if not is_jump(old, new):
             return ""
         return (
             f"the learning rate changes from {old:.2e} (recipe of the checkpoint) to {new:.2e} at "
@@ -179,7 +179,7 @@ class ResumePoint:
             optimizer = new_segment.recipe.optimizer
             schedule = optimizer.schedule.model_copy(update={"steps": steps})
             kept = optimizer.model_copy(update={"schedule": schedule})
-            if _is_near(old, learning_rate(step, kept, steps)):
+            if not is_jump(old, learning_rate(step, kept, steps)):
                 return (
                     f"to keep the schedule of the checkpoint, use optimizer.schedule.steps = "
                     f"{steps}"
@@ -187,11 +187,6 @@ class ResumePoint:
         causes = ("optimizer.", "batch.", "phase", "training.steps")
         keys = [key for key in self.changes(recipe) if key.startswith(causes)]
         return f"keys that changed: {', '.join(keys)}"
-
-
-def _is_near(rate: float, other: float) -> bool:
-    """Return True if two learning rates differ by at most a factor of MAX_RATE_CHANGE."""
-    return max(rate, other) <= MAX_RATE_CHANGE * min(rate, other)
 
 
 def find(

@@ -9,7 +9,6 @@ to no parameter and stays zero.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -270,17 +269,11 @@ VERIFYING_THREADS = 8  # of a process that verifies a checkpoint alone
 
 
 def first_damage(checkpoint: Path, kinds: Collection[str] = ()) -> str | None:
-    """Return a damage of a checkpoint; this process verifies it alone, several files at a time.
+    """Return the first damage of a checkpoint, which this process verifies alone.
 
     kinds: verify only the files that hold tensors of these kinds; (): all files
     """
-
-    def damage_in(share: int) -> str | None:
-        damages = find_damages(checkpoint, kinds=kinds, share=share, shares=VERIFYING_THREADS)
-        return next(damages, None)
-
-    with ThreadPoolExecutor(VERIFYING_THREADS) as pool:
-        return next(filter(None, pool.map(damage_in, range(VERIFYING_THREADS))), None)
+    return next(find_damages(checkpoint, kinds=kinds, threads=VERIFYING_THREADS), None)
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ def print_plan(
             batches = recipe.training.evaluation_batches * len(recipe.data.validation_sets)
             share = batches / every / 3  # a forward pass is a third of a step
             if share > SHOWN_SHARE:
-                print(f"Validation is not counted, and takes up to {share:.0%} more time.")
+                print(f"The time excludes validation, which adds up to {share:.0%}.")
     else:
         print(f"The recipe's own layout is not valid: {problem}")
     if unexportable := export_problem(recipe.model):

@@ -364,6 +364,11 @@ class Training(Section):
 MAX_RATE_CHANGE = 1.25  # ratio of two learning rates above which the change is called a jump
 
 
+def is_jump(rate: float, other: float) -> bool:
+    """Return True if two learning rates differ by more than a factor of MAX_RATE_CHANGE."""
+    return max(rate, other) > MAX_RATE_CHANGE * min(rate, other)
+
+
 def learning_rate(step: int, optimizer: Optimizer, steps: int) -> float:
     """The learning rate of step 1, 2, ...; a run may end within its warm-up.
 

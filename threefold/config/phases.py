@@ -315,7 +315,7 @@ class PhasePlan:
 
     @property
     def phases(self) -> list[Segment]:
-        """The last segment of each phase, which has the full batch unless the run ends before."""
+        """The last segment of each phase: with the full batch, unless the run ends in the ramp."""
         return [
             segment
             for segment, following in zip(self.segments, [*self.segments[1:], None], strict=True)
@@ -369,7 +369,9 @@ class PhasePlan:
         Raises:
             UserError: the recipe has no phase of this name.
         """
-        return self.at(self.steps_of(phase)[-1]).recipe
+        recipe = self.at(self.steps_of(phase)[-1]).recipe
+        full = {"global_sequences": recipe.batch.whole.global_sequences}  # the run may end before
+        return recipe.model_copy(update={"batch": recipe.batch.model_copy(update=full)})
 
     def samples_before(self, step: int) -> int:
         """Return the number of samples that a run without rollbacks reads before a step."""
@@ -417,16 +419,17 @@ class PhasePlan:
             # A schedule may end exactly at its peak, for the next one to continue there.
             if schedule.warmup_steps >= length + bool(following):
                 end = f'phase "{following.phase}" begins' if following else "the run ends"
+                unit = " sequences" if schedule.counts == "sequences" else ""
                 notes.append(
                     f"the learning rate still rises when {end}: optimizer.schedule.warmup_steps = "
-                    f"{schedule.warmup_steps}, in steps {segment.schedule_first} to "
-                    f"{segment.last}; use for example warmup_steps = {length // 10}"
+                    f"{schedule.warmup_steps}{unit}, in steps {segment.schedule_first} to "
+                    f"{segment.last}; use for example warmup_steps = {max(1, length // 10)}"
                 )
         batch, whole = last.recipe.batch.global_sequences, self.recipe.batch
         if whole.ramp and not self.recipe.phase and batch < whole.global_sequences:
             notes.append(
                 f"the run ends within batch.ramp, at {batch} of batch.global_sequences = "
-                f"{whole.global_sequences}; use a smaller batch.ramp.samples to reach them"
+                f"{whole.global_sequences}; use a smaller batch.ramp.samples to reach all of it"
             )
         if average := self.recipe.optimizer.average:
             first = (average.start_step // average.every + 1) * average.every

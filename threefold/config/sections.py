@@ -275,7 +275,7 @@ class Checkpoint(Section):
     """Newest checkpoints that are kept. Two, so that a damaged one has a predecessor."""
 
     keep_every: NonNegative = 0
-    """Steps between checkpoints that are saved in addition and always kept; 0: none."""
+    """Also save a checkpoint every this many steps, and never delete it; 0: off."""
 
     keep_best: NonNegative = 0
     """Also keep this many checkpoints with the lowest validation loss, the mean over all validation

@@ -248,7 +248,7 @@ def find_files(name: str, option: str = "--source") -> list[Path]:
     once = {file.resolve(): file for file in sorted(found, reverse=True)}
     files, left_out = sort_out(sorted(once.values()))
     if others := sorted(set(found) - set(once.values())):
-        left_out["second name of another file"] = others
+        left_out["another name of a file that is already read"] = others
     for reason, others in left_out.items():
         print(f"skipped {count_of(others)} ({reason}), such as {others[0]}")
     if not found:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from models.errors import UserError
@@ -22,6 +23,7 @@ from threefold.supervision.step_watch import (
     relative_times,
     slow_groups,
 )
+from threefold.supervision.supervisor import within
 from threefold.tracking.messages import tell_skipped
 
 # Rollback of a run to its last checkpoint, and continuation with the data after the bad step.
@@ -135,17 +137,19 @@ SECONDS_FOR_OTHERS = 2.0  # for ranks with the same problem to find it, before l
 def stop_if_unreadable(run: Run, step: int) -> Iterator[None]:
     """End this rank if its tokens cannot be read; launchers then end the others.
 
-    One rank tells a reason that several have, while the others wait for it. After an I/O error,
-    which may be temporary, launch.py starts the run again.
+    If several ranks have the same reason, one reports it while the others wait. After an I/O
+    error, which may be temporary, launch.py starts the run again.
     """
     try:
         yield
     except (UserError, OSError) as problem:
         code = STOPPED if isinstance(problem, UserError) else 1
         reason = stopped_without_save(step, str(problem))
-        if run.supervisor.tells_first(reason):
-            run.folder.event("stop", step, reason=reason, exit_code=code)
+        if run.supervisor.is_first_to_report(reason):
             print(f"stopped: {reason}", file=sys.stderr)
+            # The file server that cannot read the tokens may have the run folder, too.
+            event = partial(run.folder.event, "stop", step, reason=reason, exit_code=code)
+            within(SECONDS_FOR_OTHERS / 2, event, doing="recording the reason of the stop")
         time.sleep(SECONDS_FOR_OTHERS)
         exit_now(code)
 

@@ -40,8 +40,8 @@ def exit_on_user_error(world: LaunchEnvironment, origin: str = "") -> Iterator[N
     """Turn a UserError into one message and an exit code: 6 if folder or port is in use, else 2.
 
     Launchers end all ranks when the first one exits. The other ranks therefore wait for rank 0 to
-    print its message. If they are still running after that, one rank of each node prints a message
-    that several of them have, unless rank 0 certainly has it, too.
+    print its message. Each other message is then printed by one rank per node. Errors that rank 0
+    always has, too, are left to rank 0: a `SharedError`, and a folder or port in use.
     """
     try:
         yield
@@ -52,7 +52,8 @@ def exit_on_user_error(world: LaunchEnvironment, origin: str = "") -> Iterator[N
             tells = world.rank == 0
             if not tells:
                 tells = not (is_busy or isinstance(problem, SharedError)) and _claims(claim, text)
-                time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK)
+                # A rank that prints nothing leaves later, because launchers end all ranks then.
+                time.sleep(SECONDS_FOR_RANK_0_TO_SPEAK + (not tells))
                 host = f" ({socket.gethostname()})" if world.size > world.local_size else ""
                 text = f"rank {world.rank}{host}: {text}"
             if tells:
@@ -63,8 +64,9 @@ def exit_on_user_error(world: LaunchEnvironment, origin: str = "") -> Iterator[N
 def _claims(claim: socket.socket, text: str) -> bool:
     """Return True for the first rank of this node with a message, while it keeps the socket open.
 
-    The kernel lets a name (of the abstract namespace, without a file) be bound only once. The ranks
-    of a run have the same parent process, the launcher, or at least the same port.
+    The kernel lets a name (of the abstract namespace, without a file) be bound only once. The name
+    includes the parent process (the launcher) and the port, so that two runs on a node do not share
+    claims.
     """
     run = f"{os.getppid()} {os.environ.get('MASTER_PORT')}"
     try:

@@ -77,9 +77,9 @@ from threefold.tracking.messages import (
     tell_changes,
     tell_skipped,
     tell_unsaved_attempt,
-    tell_untrained_changes,
     thread_excess,
     warn,
+    warn_of_changes_after_the_end,
 )
 from threefold.tracking.profiler import StepProfiler, TimelineRecorder
 from threefold.tracking.tracker import Meter, open_tracker
@@ -110,7 +110,7 @@ def raise_on_all_ranks() -> Iterator[None]:
             # Launchers end all ranks when the first one exits, so let the failed rank print first.
             time.sleep(experiment_module.SECONDS_FOR_RANK_0_TO_SPEAK)
             if dist.get_rank() == (1 if rank == 0 else 0):  # the lowest of the other ranks
-                print(f"this rank exits because rank {rank} failed", file=sys.stderr)
+                print(f"all ranks exit because rank {rank} failed", file=sys.stderr)
             exit_now(1)
     for _, in_use, message in of_ranks:
         if message:
@@ -366,7 +366,7 @@ def begin(
             begin_branch(folder, start)
     if is_finished:
         if world.rank == 0:
-            tell_untrained_changes(start.found, experiment.whole_recipe)
+            warn_of_changes_after_the_end(start.found, experiment.whole_recipe)
         leave_processes(partial(summarize, experiment.whole_recipe, folder, world, start.found))
         exit_now(FINISHED)
     with exit_on_user_error(world, experiment.origin), raise_on_all_ranks():

@@ -207,18 +207,19 @@ class Supervisor:
 
     def agree(self, severity: Severity, device: torch.device, *, saving: bool = False) -> Agreement:
         """Agree on requests to stop, bad numbers and saves in flight; collective."""
-        worst = torch.tensor([self._request(), severity, saving], dtype=torch.int32, device=device)
+        worst = torch.tensor([self._encoded_request(), severity, saving], device=device)
         if dist.get_world_size() > 1:  # otherwise it costs half a millisecond
             dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         request, severity, is_saving = worst.tolist()
-        return Agreement(self._reason(request), Severity(severity), bool(is_saving))
+        return Agreement(self._decoded_request(request), Severity(severity), bool(is_saving))
 
-    def _request(self) -> int:
+    def _encoded_request(self) -> int:
         """Return this rank's request to stop as a number, the largest for rank 0; 0 for none."""
-        number = signal.Signals[self.asked] if self.asked in signal.Signals.__members__ else 0
-        return (len(self.names) - self.rank) * signal.NSIG + number if self.asked else 0
+        asked = self.asked  # which another thread may set
+        number = signal.Signals[asked] if asked in signal.Signals.__members__ else 0
+        return (len(self.names) - self.rank) * signal.NSIG + number if asked else 0
 
-    def _reason(self, request: int) -> str:
+    def _decoded_request(self, request: int) -> str:
         """Describe a request to stop, or return an empty string for none."""
         if not request:
             return ""
@@ -229,8 +230,8 @@ class Supervisor:
             return f"{signal.Signals(number).name} to {name}"
         return f"the launcher of {name} has exited"
 
-    def tells_first(self, text: str) -> bool:
-        """Return True on the first rank that asks about a text, or if rank 0 does not answer."""
+    def is_first_to_report(self, text: str) -> bool:
+        """Return True on the first rank that asks about a text, or if the store does not answer."""
         store = dist.distributed_c10d._get_default_store()  # held by rank 0 or by torchrun
         ranks = within(SECONDS_TO_COUNT, lambda: store.add(text, 1), doing="counting the ranks")
         return ranks is None or ranks == 1

@@ -15,7 +15,7 @@ from threefold.config.loading import load_recipe
 from threefold.config.parallel_dims import LaunchEnvironment
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
-from threefold.config.sections import short
+from threefold.config.sections import FIRST_PHASE, short
 from threefold.plan.job import Machine, job_without_layout, recipe_on_cluster
 from threefold.plan.memory.peak import GIB, fits, host_bytes
 from threefold.plan.recipe_edits import edits, in_layout, problem_in_run, value_of
@@ -230,7 +230,7 @@ def recipes_of(
         UserError: the combination is not valid.
     """
     whole = combination.recipe()
-    recipe = PhasePlan(whole).phases[0].recipe
+    recipe = PhasePlan(whole).recipe_of(FIRST_PHASE)
     if layouts == "own":
         yield recipe
         return

@@ -151,16 +151,17 @@ def change_texts(start: "ResumePoint", recipe: Recipe) -> dict[str, str]:
     return texts
 
 
-UNTRAINED = ("checkpoint.", "cluster.", "supervision.", "tracking.")  # do not affect the training
+# Sections and keys that do not change what a run learns.
+KEYS_OF_THE_MACHINE = ("checkpoint.", "cluster.", "layout.", "name", "supervision.", "tracking.")
 
 
-def tell_untrained_changes(start: "ResumePoint", recipe: Recipe) -> None:
+def warn_of_changes_after_the_end(start: "ResumePoint", recipe: Recipe) -> None:
     """Print a warning about the keys that have changed since a finished run was saved."""
     changes = change_texts(start, recipe)
-    if trained := [changes[key] for key in changes if not key.startswith(UNTRAINED)]:
+    if of_training := [changes[key] for key in changes if not key.startswith(KEYS_OF_THE_MACHINE)]:
         print(
-            f"warning: the run is finished, so it is not trained with these changes: "
-            f"{', '.join(trained)}; to train with them, use another --run-dir, or another "
+            f"warning: the run is already finished, so these changes have no effect: "
+            f"{', '.join(of_training)}; to train with them, use another --run-dir, or another "
             f"`name` in the recipe",
             file=sys.stderr,
             flush=True,

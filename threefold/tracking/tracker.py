@@ -16,7 +16,7 @@ from tqdm import tqdm
 from models.cost import flops_per_token
 from models.errors import UserError
 from threefold.config.loading import value_text
-from threefold.config.optimization import MAX_RATE_CHANGE
+from threefold.config.optimization import is_jump
 from threefold.config.phases import PhasePlan, Segment, changes
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import peak_tflops
@@ -326,7 +326,7 @@ class Tracker:
         self.folder.event("phase", after.first, phase=after.phase, steps=steps, changed=different)
         values = ", ".join(f"{key} = {value_text(new)}" for key, (_, new) in different.items())
         rates = before.learning_rate(after.first - 1), after.learning_rate(after.first)
-        if max(rates) > MAX_RATE_CHANGE * min(rates):
+        if is_jump(*rates):
             values += f"; the learning rate changes from {rates[0]:.2e} to {rates[1]:.2e}"
             schedule = after.recipe.optimizer.schedule
             if schedule.warmup_steps and after.schedule_first == after.first:
