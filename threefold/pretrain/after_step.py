@@ -23,7 +23,6 @@ from threefold.supervision.step_watch import (
     relative_times,
     slow_groups,
 )
-from threefold.supervision.supervisor import within
 from threefold.tracking.messages import tell_skipped
 
 # Rollback of a run to its last checkpoint, and continuation with the data after the bad step.
@@ -140,6 +139,8 @@ def stop_if_unreadable(run: Run, step: int) -> Iterator[None]:
     If several ranks have the same reason, one reports it while the others wait. After an I/O
     error, which may be temporary, launch.py starts the run again.
     """
+    from threefold.supervision.supervisor import within  # here because it imports torch
+
     try:
         yield
     except (UserError, OSError) as problem:
