@@ -28,7 +28,7 @@ from threefold.run_folder.folder import RunFolder
 from threefold.runtime.exits import HUNG
 from threefold.runtime.launchers import Process, is_launcher
 from threefold.runtime.processes import collective_timeout
-from threefold.supervision import hang_report
+from threefold.supervision import hang_report, supervisor
 from threefold.supervision.hang_report import (
     Breadcrumb,
     HangReport,
@@ -522,7 +522,10 @@ def test_a_watchdog_ends_with_its_rank(watched: subprocess.Popen) -> None:
 def test_a_request_to_stop_names_the_lowest_rank_that_received_one(
     world: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After Ctrl-C, `deepspeed` sends SIGTERM, which one rank may see first and another later."""
+    """After Ctrl-C, `deepspeed` sends SIGTERM, which one rank may see first and another later.
+
+    Of the ranks that receive the same signal, one of the run or of each node prints a message.
+    """
     ranks = []
     for rank in range(4):
         own = Supervisor(RunFolder(tmp_path), Breadcrumb(), hang_seconds=0, startup_seconds=0)
@@ -544,6 +547,17 @@ def test_a_request_to_stop_names_the_lowest_rank_that_received_one(
         own._decoded_request(max(other._encoded_request() for other in ranks)) for own in ranks
     }
     assert reasons == {"SIGTERM to rank 0 on node1"}
+    for own in ranks:
+        own._signals, own._before = mock.Mock(note=lambda _: "other"), {signal.SIGTERM: None}
+        own._on_signal(signal.SIGTERM)
+    assert capsys.readouterr().err == "rank 0 (node1): received SIGTERM; still stopping\n"
+    with mock.patch.object(supervisor, "end_rank") as end:
+        for own in ranks:
+            own._signals = mock.Mock(note=lambda _: "repeated")
+            own._on_signal(signal.SIGTERM)
+    assert end.mock_calls == [mock.call(128 + signal.SIGTERM)] * 4
+    said = [f"{ranks[n].names[n]}: received SIGTERM again; exiting at once\n" for n in (0, 2)]
+    assert capsys.readouterr().err == "".join(said)  # nodes may be signalled one by one
 
 
 @pytest.mark.parametrize("folder", ["models", "recipes", "threefold/pipeline", ".venv/lib"])
