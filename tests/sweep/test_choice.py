@@ -233,6 +233,20 @@ def test_a_json_that_fixes_the_micro_batch_suits_the_own_layout_only(
         choose(TrialRequest(recipes=[recipe], settings=settings))
 
 
+def test_replaced_settings_of_a_json_are_named_once_per_zero_stage(tmp_path: Path) -> None:
+    file = tmp_path / "own.json"
+    own = {"zero_optimization": {"stage": 1}, "communication_data_type": "bf16"}
+    file.write_text(json.dumps(own))
+    recipe = write(tmp_path / "small.toml", deepspeed=str(file))
+    choice = choose(TrialRequest(recipes=[recipe], layouts="all"))
+    assert {trial.job.layout.zero_stage for trial in choice.trials} == {1, 2, 3}
+    start = f"Each layout with ZeRO-{{}} replaces {file} by ds_configs/zero{{}}_fp32.json, which"
+    assert [line.split(" has ")[0] for line in sorted(choice.replaced)] == [
+        start.format(stage, stage) for stage in (2, 3)
+    ]
+    assert set(choice.replaced) < set(choice_lines(choice, 0))
+
+
 def test_an_unknown_recipe_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such recipe"):
         choose(TrialRequest(recipes=[tmp_path / "absent.toml"]))

@@ -137,7 +137,9 @@ def plan(options: argparse.Namespace) -> int:
             problem_of=problem_of,
             processes=len(os.sched_getaffinity(0)),
         )
-    replaced = recipe_edits.replacement_text(recipe, result.plans[0]) if result.plans else ""
+    replaced = ""
+    if result.plans:
+        replaced = recipe_edits.replacement_text(recipe, result.plans[0], "Layout 1")
     planned = whole.segments_of(phase)
     segments = whole.segments if len(whole.segments) > 1 else ()
     phases = [phase_row(segment, machine, software, adjust) for segment in segments]

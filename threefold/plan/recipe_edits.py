@@ -72,13 +72,18 @@ def replaced_settings(recipe: Recipe, plan: Plan) -> list[str]:
     return [] if deepspeed == recipe.deepspeed else different_settings(recipe.deepspeed, deepspeed)
 
 
-def replacement_text(recipe: Recipe, plan: Plan) -> str:
-    """Return a line about the settings that layout 1 replaces; empty if there are none."""
+def replacement_text(recipe: Recipe, plan: Plan, layouts: str) -> str:
+    """Return a line about the settings that layouts replace; empty if there are none.
+
+    Args:
+        plan: one of the layouts
+        layouts: subject of the sentence, such as "Layout 1"
+    """
     replaced = replaced_settings(recipe, plan)
     if not replaced:
         return ""
     return (
-        f"Layout 1 replaces {recipe.deepspeed} by {deepspeed_of(recipe, plan)}, which has other "
+        f"{layouts} replaces {recipe.deepspeed} by {deepspeed_of(recipe, plan)}, which has other "
         f"values of: {', '.join(replaced)}; to keep yours, use a copy of {recipe.deepspeed} with "
         f"zero_optimization.stage = {plan.job.layout.zero_stage}"
     )

@@ -18,7 +18,13 @@ from threefold.config.recipe import Recipe
 from threefold.config.sections import FIRST_PHASE, short
 from threefold.plan.job import Machine, job_without_layout, recipe_on_cluster
 from threefold.plan.memory.peak import GIB, fits, host_bytes
-from threefold.plan.recipe_edits import edits, in_layout, problem_in_run, value_of
+from threefold.plan.recipe_edits import (
+    edits,
+    in_layout,
+    problem_in_run,
+    replacement_text,
+    value_of,
+)
 from threefold.plan.search import (
     INVALID_IN_RUN,
     TOO_LARGE_FOR_GPU,
@@ -71,11 +77,13 @@ class Choice:
         trials: in the order in which they run
         rejections: combinations that cannot run or do not fit, with their reasons
         ruled_out: reason -> number of layouts that the planner's search left out
+        replaced: sentences about settings of a DeepSpeed JSON that layouts replace
     """
 
     trials: list[Trial] = field(default_factory=list)
     rejections: list[Rejection] = field(default_factory=list)
     ruled_out: Counter[str] = field(default_factory=Counter)
+    replaced: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -116,7 +124,7 @@ def choose(request: TrialRequest) -> Choice:
     choice, seen = Choice(), set()
     for combination in combinations(request, grid):
         with rejected_if_invalid(choice, combination):
-            for recipe in recipes_of(combination, layouts, request.top, choice.ruled_out):
+            for recipe in recipes_of(combination, layouts, request.top, choice):
                 with rejected_if_invalid(choice, combination):
                     trial = trial_of(recipe, request, source=str(short(combination.path)))
                     if trial.key not in seen:
@@ -219,12 +227,13 @@ def values_of_setting(setting: str) -> list[str]:
 
 
 def recipes_of(
-    combination: Combination, layouts: str, top: int, ruled_out: Counter[str]
+    combination: Combination, layouts: str, top: int, choice: Choice
 ) -> Iterator[Recipe]:
     """Yield the recipes of a combination's first phase, one for each layout to measure.
 
     Layout keys that the settings name keep their values; the planner chooses the other keys. If no
-    planned layout has these values, the recipe's own layout is yielded.
+    planned layout has these values, the recipe's own layout is yielded. Numbers of layouts that are
+    left out and replaced settings are noted in `choice`.
 
     Raises:
         UserError: the combination is not valid.
@@ -252,10 +261,14 @@ def recipes_of(
     plans = result.plans
     for reason, count in result.rejected.items():
         if reason in (TOO_LARGE_FOR_GPU, TOO_LARGE_FOR_HOST, INVALID_IN_RUN):
-            ruled_out[reason] += count
+            choice.ruled_out[reason] += count
     if result.problem:
         raise UserError(result.problem)
     for plan in plans[:top]:
+        layouts_of_stage = f"Each layout with ZeRO-{plan.job.layout.zero_stage}"
+        replaced = replacement_text(recipe, plan, layouts_of_stage)
+        if replaced and replaced not in choice.replaced:
+            choice.replaced.append(replaced)
         yield in_layout(recipe, plan, recipe.name)
 
 

@@ -113,6 +113,7 @@ def choice_lines(choice: Choice, measured: int, rounds: int = 1) -> Iterator[str
     yield f"{counted(trials, 'trial')}{repeated}{on}{before}"
     for reason, count in choice.ruled_out.most_common():
         yield f"skipped {count:,} layouts that are {reason} according to the plan"
+    yield from choice.replaced
     for rejection in choice.rejections:
         yield (
             f"{rejection.outcome}: {rejection.source} ({rejection.settings}): {rejection.reason}"
@@ -261,6 +262,7 @@ def as_json(results: Iterable[tuple[Trial, Result]], choice: Choice, folder: str
         "folder": folder,
         "outcomes": outcomes(results, choice),
         "ruled_out": dict(choice.ruled_out),
+        "replaced_settings": choice.replaced,
         "trials": [
             {
                 "trial": trial.key,
