@@ -61,7 +61,8 @@ def main() -> None:
             f"failed twice without a checkpoint after step {step} (exit code {options.code}); the "
             f"job is not requeued{EXCLUDE if options.code == UNFIT else ''}"
         )
-    print(f"failed with exit code {options.code}; requeued, to resume after step {step}")
+    rerun = "the requeued job" if os.environ.get("REQUEUE", "yes") == "yes" else "a rerun"
+    print(f"failed with exit code {options.code}; {rerun} resumes after step {step}")
 
 
 def record_failure(attempts: Path, step: int, code: int) -> bool:

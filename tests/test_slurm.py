@@ -101,10 +101,12 @@ def test_a_job_is_requeued_until_it_fails_twice_at_the_same_step(
 ) -> None:
     run = ("--run-dir", tmp_path / "run", "--resume", "auto", "--forget-failures")
     failed = ("slurm/attempts.py", "3", recipe, *run)
-    assert "requeued, to resume after step 0" in python(*failed)
+    assert "exit code 3; the requeued job resumes after step 0" in python(*failed)
     (tmp_path / "run" / "checkpoints" / "step-0000010").mkdir(parents=True)
-    assert "requeued, to resume after step 10" in python(*failed)
-    assert "requeued, to resume after step 10" in python(*failed, job="8")  # another job
+    assert "exit code 3; the requeued job resumes after step 10" in python(*failed)
+    assert "exit code 3; the requeued job resumes after step 10" in python(
+        *failed, job="8"
+    )  # another job
     assert "failed twice without a checkpoint after step 10 (exit code 3)" in python(
         *failed, code=1
     )
@@ -115,7 +117,7 @@ def test_a_job_is_requeued_until_it_fails_twice_at_the_same_step(
 
 def test_the_user_is_told_how_to_leave_a_broken_node_out(recipe: Path, tmp_path: Path) -> None:
     failed = ("slurm/attempts.py", UNFIT, recipe, "--run-dir", tmp_path / "run")
-    assert "requeued" in python(*failed)
+    assert "the requeued job resumes" in python(*failed)
     assert "#SBATCH --exclude=NODE" in python(*failed, code=1)
 
 
@@ -382,7 +384,7 @@ def test_a_job_whose_folder_is_locked_is_requeued_once(recipe: Path, tmp_path: P
     (tmp_path / "run" / "attempts.jsonl").write_bytes(b'{"job": "7", "st' + bytes(50))  # torn
     failed = (BUSY, recipe, "--run-dir", tmp_path / "run")
     words = ("slurm/attempts.py", *failed, "--resume-once", "job-7", "--wait-for-folder", "60")
-    assert "exit code 6; requeued" in python(*words)
+    assert "exit code 6; the requeued job" in python(*words)
     assert "failed twice" in python(*words, code=1)
 
 

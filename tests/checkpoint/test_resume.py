@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from models.errors import UserError
+from models.errors import SharedError, UserError
 from tests.checkpoint.test_manifest import write_checkpoint
 from tests.conftest import each_in_turn
+from tests.ranks import join_world, run_ranks
 from threefold.checkpoint import resume
 from threefold.checkpoint.resume import ResumeRequest, Start, begin_branch, find_start
 from threefold.config.loading import parse_recipe
@@ -310,3 +311,27 @@ def test_listings_that_differ_for_a_moment_are_read_again(monkeypatch: pytest.Mo
     monkeypatch.setattr(resume, "gathered", lambda own: [own, []])
     with pytest.raises(UserError, match="the ranks see different checkpoints"):
         resume._agreed(lambda: both)
+
+
+def see_folders(cases: list[list[Path]]) -> list[str]:
+    """Lock the folder that rank 0 sees, and return the rejections of pairs of folders."""
+    resume.SECONDS_BETWEEN_TRIES = 0.001
+    rank, problems = join_world().rank, []
+    for folders in cases:
+        own = RunFolder(folders[rank])
+        assert not resume.lock_run_folder(own, wait_seconds=0)
+        try:
+            resume.check_folder_is_shared(own.path, ["rank 0 (a)", "rank 1 (b)"])
+        except SharedError as problem:
+            problems.append(str(problem))
+        own.release()
+    return problems
+
+
+def test_a_run_folder_that_a_node_does_not_share_is_rejected(tmp_path: Path) -> None:
+    one, other, absent = (tmp_path / name for name in ("one", "other", "absent"))
+    RunFolder(other).hold()  # a run of its own
+    outcomes = run_ranks(2, see_folders, [[one, one], [one, other], [one, absent]])
+    said = "is not the folder that rank 0 (a) has locked; use a --run-dir on storage that all nodes"
+    assert [len(problems) for problems in outcomes] == [2, 2]
+    assert all(f" on rank 1 (b) {said}" in problem for problem in [*outcomes[0], *outcomes[1]])

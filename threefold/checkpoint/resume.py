@@ -8,12 +8,12 @@ any instant therefore continues on the branch that the user requested.
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -50,11 +50,12 @@ from threefold.run_folder.history import (
     time_stamp,
 )
 from threefold.run_folder.json_lines import flush
-from threefold.run_folder.lock import FolderInUse
+from threefold.run_folder.lock import FolderInUse, holder_of
 from threefold.runtime.processes import gathered
 
 # Find and verify the checkpoint from which a run starts or resumes.
 
+T = TypeVar("T")
 Note = Callable[[str], object]  # called before each file is verified, to report progress
 
 
@@ -396,27 +397,70 @@ def find_damage(checkpoint: Path, note: Note = no_note) -> str | None:
     return None
 
 
-def _agreed(candidates: Callable[[], list[Path]]) -> list[Path]:
-    """Return the candidates once all ranks find the same ones; collective.
+def check_folder_is_shared(folder: Path, names: Sequence[str]) -> None:
+    """Check that all ranks see the run folder that rank 0 has locked; collective.
 
-    NFS may list a folder as it was up to a minute ago, differently on each node.
+    Ranks with another folder under the same path would train, but could not save their part of a
+    checkpoint.
+
+    Args:
+        names: the ranks' names, for the message
+
+    Raises:
+        UserError: a rank sees another folder, or none.
     """
-    for number in range(MAX_LISTINGS):
-        listing = candidates()
-        everyones = gathered([path.name for path in listing])
-        if all(names == everyones[0] for names in everyones):
-            return listing
-        if number == 0 and dist.get_rank() == 0:
-            seconds = f"{MAX_LISTINGS * SECONDS_BETWEEN_TRIES:.0f} s"
-            print(f"the ranks see different checkpoints; listing them again for up to {seconds}",
-                  file=sys.stderr, flush=True)  # fmt: skip
-        time.sleep(SECONDS_BETWEEN_TRIES)
-    other = next(rank for rank, names in enumerate(everyones) if names != everyones[0])
+    holders = _once_equal(
+        partial(holder_of, folder), "the ranks see different run folders; looking"
+    )
+    other = _first_different(holders)
+    if other:
+        raise SharedError(
+            f"{folder} on {names[other]} is not the folder that {names[0]} has locked; use a "
+            f"--run-dir on storage that all nodes share"
+        )
+
+
+def _agreed(candidates: Callable[[], list[Path]]) -> list[Path]:
+    """Return the candidates once all ranks find the same ones; collective."""
+    listing: list[Path] = []
+
+    def names() -> list[str]:
+        listing[:] = candidates()
+        return [path.name for path in listing]
+
+    everyones = _once_equal(names, "the ranks see different checkpoints; listing them")
+    other = _first_different(everyones)
+    if not other:
+        return listing
     differing = sorted(set(everyones[0]) ^ set(everyones[other]))
     raise SharedError(
         f"the ranks see different checkpoints (only one of rank 0 and rank {other} sees "
         f"{a_few(differing)}); use a --run-dir on storage that all nodes share"
     )
+
+
+def _once_equal(read: Callable[[], T], problem: str) -> list[T]:
+    """Return what each rank reads, once it is the same on all or the time is up; collective.
+
+    NFS may show a folder as it was up to a minute ago, differently on each node.
+
+    Args:
+        problem: what the ranks see, and what they do again, for a message
+    """
+    for number in range(MAX_LISTINGS):
+        everyones = gathered(read())
+        if not _first_different(everyones):
+            break
+        if number == 0 and dist.get_rank() == 0:
+            seconds = f"{MAX_LISTINGS * SECONDS_BETWEEN_TRIES:.0f} s"
+            print(f"{problem} again for up to {seconds}", file=sys.stderr, flush=True)
+        time.sleep(SECONDS_BETWEEN_TRIES)
+    return everyones
+
+
+def _first_different(everyones: Sequence[object]) -> int:
+    """Return the first rank with another value than rank 0; 0 if there is none."""
+    return next((rank for rank, own in enumerate(everyones) if own != everyones[0]), 0)
 
 
 MAX_LISTINGS = 90  # one a second; NFS keeps a listing for up to a minute

@@ -385,15 +385,17 @@ def add_width_options(parser: argparse.ArgumentParser) -> None:
         "--seeds", type=count, default=1,
         help="train each model with this many seeds, and average the results (default: 1)",
     )  # fmt: skip
-    add_folder_options(parser, "hung, crashed, ran out of memory or were rejected")
+    failures = "hung, crashed, ran out of memory or were rejected"
+    add_folder_options(parser, failures, folder="NAME-transfer")
     add_launcher_options(parser)
 
 
-def add_folder_options(group: Options, failures: str) -> None:
+def add_folder_options(group: Options, failures: str, folder: str = "NAME") -> None:
     """Add the folder of the results and --retry, which repeats these failures."""
     group.add_argument(
-        "--sweep-dir", type=file_path, help="folder of the results (default: runs/sweeps/NAME)"
-    )
+        "--sweep-dir", type=file_path,
+        help=f"folder of the results (default: runs/sweeps/{folder})",
+    )  # fmt: skip
     group.add_argument(
         "--retry", action="store_true",
         help=f"measure the trials again that {failures} in an earlier command",

@@ -23,6 +23,7 @@ from threefold.checkpoint.resume import (
     ResumeRequest,
     Start,
     begin_branch,
+    check_folder_is_shared,
     find_start,
     lock_run_folder,
 )
@@ -164,7 +165,7 @@ def join(
 
     Raises:
         UserError: the folder or the key of W&B is rejected, the ranks are placed wrongly, or nodes
-            have different recipes or data.
+            have different run folders, recipes or data.
     """
     recipe, world = experiment.recipe, experiment.world
     try:
@@ -203,6 +204,8 @@ def join(
     hosts = gathered(socket.gethostname())
     supervisor.name_hosts(hosts)
     check_placement(experiment.dims, hosts)
+    if len(set(hosts)) > 1:
+        check_folder_is_shared(folder.path, supervisor.names)
     crumb.note("comparing the files of the nodes")
     check_files(experiment, data, supervisor.names)
     return RunHandle(folder, supervisor, memory_of_all_nodes(recipe))

@@ -331,7 +331,7 @@ def machine_id() -> str:
 # them can still write once after it has lost the lease. Every line and every checkpoint is checked
 # immediately before the write, so that window is a few microseconds.
 
-FILE = "lease"
+LEASE = "lease"
 
 
 class Lease:
@@ -344,7 +344,7 @@ class Lease:
     """
 
     def __init__(self, folder: Path, attempt: str):
-        self.file, self.attempt = folder / FILE, attempt
+        self.file, self.attempt = folder / LEASE, attempt
 
     def acquire(self) -> None:
         """Check that the attempt is the current one.
@@ -399,13 +399,22 @@ class Lease:
             return self.is_current()
 
 
+def holder_of(folder: Path) -> str:
+    """Return what the holder of a folder has written into its lock and its lease."""
+    text = ""
+    for name in (SHARED, EXCLUSIVE, LEASE):
+        with contextlib.suppress(OSError):
+            text += (folder / name).read_text(encoding="utf-8", errors="replace")
+    return text
+
+
 def revoke(folder: Path) -> None:
     """Take the folder from every attempt, for a run that locks the folder itself.
 
     Raises:
         OSError: the lease cannot be removed.
     """
-    (folder / FILE).unlink(missing_ok=True)
+    (folder / LEASE).unlink(missing_ok=True)
 
 
 def grant(folder: Path, attempt: str) -> None:
@@ -414,4 +423,4 @@ def grant(folder: Path, attempt: str) -> None:
     Raises:
         OSError: the lease cannot be written.
     """
-    write_whole(folder / FILE, f"{attempt}\n")
+    write_whole(folder / LEASE, f"{attempt}\n")
