@@ -1,5 +1,6 @@
 """The order of windows over phases: no token is read twice in an epoch; nothing is stored."""
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,31 @@ def test_the_mixture_of_a_phase_has_its_own_shares(table: dict[str, Any]) -> Non
     sources = [source for source, _ in ranges_of(data, range(9, 17))]
     for count in range(1, len(sources) + 1):
         assert abs(sources[:count].count(1) - 0.75 * count) < 1
+
+
+@pytest.mark.parametrize("micro_sequences", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_each_data_rank_reads_every_corpus(
+    table: dict[str, Any], ranks: int, micro_sequences: int
+) -> None:
+    """With weights of 3 and 1, every fourth sample is of the second corpus."""
+    table["training"]["steps"] = 100
+    table["phase"] = [table["phase"][1] | {"start_step": 2}]
+    batch = {"global_sequences": 16, "micro_sequences": micro_sequences}
+    recipe = parse_recipe(table | {"batch": table["batch"] | batch}, "small")
+    dims = ParallelDims(pipeline=1, data=ranks, tensor=1)
+    read: list[list[int]] = [[] for _ in range(100)]
+    for rank in range(ranks):
+        data = TrainingData(recipe, dims, rank)
+        corpora: Counter[int] = Counter()
+        for step in range(2, 100):
+            samples = data.samples(step)
+            for share in data._shares(recipe, samples.start, len(samples), data._stay(step)):
+                read[step] += share
+                corpora.update(corpus for corpus, _ in data._mixture(step).places_of(share))
+        most, least = corpora.most_common()
+        assert most[1] == pytest.approx(3 * least[1], rel=0.2)
+    assert all(sorted(read[step]) == list(data.samples(step)) for step in range(2, 100))
 
 
 def test_epochs_are_counted_over_phases(table: dict[str, Any], corpus: Path) -> None:

@@ -12,6 +12,7 @@ has to read or send tokens to know them. A document that begins before its windo
 window's first token.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +30,7 @@ from models.parallel.micro_batch_info import MaskKey, MicroBatchInfo
 from threefold.config.parallel_dims import ParallelDims
 from threefold.config.phases import PhasePlan, Segment
 from threefold.config.recipe import Recipe
-from threefold.config.sections import repository_path
+from threefold.config.sections import repository_path, whole_shares
 from threefold.data.corpus import check_document_starts, fingerprint, open_corpus, token_bytes
 from threefold.data.manifest import few_tokens, read_manifest
 from threefold.data.sample_order import Mixture, mixture_after, source_numbers
@@ -275,7 +276,7 @@ class TrainingData:
     def micro_batches(self, step: int) -> Iterator[MicroBatch]:
         """Yield this data rank's micro-batches of training step 1, 2, ..."""
         recipe, samples = self.phase_plan.at(step).recipe, self.samples(step)
-        for share in self._shares(recipe, samples.start, len(samples)):
+        for share in self._shares(recipe, samples.start, len(samples), self._stay(step)):
             windows = self._windows(share, step)
             further = recipe.model.prediction_depth
             yield self._micro_batch(recipe, windows, MaskKey(self.seed, share), further=further)
@@ -407,7 +408,8 @@ class TrainingData:
             return 1.0  # each rank attends to whole sequences, or computes all scores of its rows
         most = total = 0
         samples_of_step = self.samples(step)
-        for samples in self._shares(recipe, samples_of_step.start, len(samples_of_step)):
+        first, count = samples_of_step.start, len(samples_of_step)
+        for samples in self._shares(recipe, first, count, self._stay(step)):
             lengths = self._document_lengths(recipe, self._windows(samples, step))
             work = rank_work(model.sequence_length, self.context_size, lengths)
             most, total = most + max(work), total + sum(work)
@@ -419,12 +421,31 @@ class TrainingData:
         places = self._mixture(step).places_of(samples)
         return [(sources[source], index) for source, index in places]
 
-    def _shares(self, recipe: Recipe, first: int, count: int) -> Iterator[range]:
-        """Yield the samples of this data rank, of `count` from `first` on, per micro-batch."""
+    def _shares(self, recipe: Recipe, first: int, count: int, stay: int = 0) -> Iterator[range]:
+        """Yield the samples of this data rank, of `count` from `first` on, per micro-batch.
+
+        stay: groups of one micro-batch per data rank after which the ranks change their places in a
+            group; 0: never
+        """
         size = recipe.batch.micro_sequences
-        start = first + self.data_rank * size
-        for sample in range(start, first + count, size * self.data_size):
+        group_size = size * self.data_size
+        for group in range(first, first + count, group_size):
+            moves = group // group_size // stay if stay else 0
+            sample = group + (self.data_rank + moves) % self.data_size * size
             yield range(sample, sample + size)
+
+    def _stay(self, step: int) -> int:
+        """Return the groups after which data ranks change their places in a step's mixture.
+
+        The corpora repeat after a period. If its length and the number of data ranks have a common
+        factor, a rank in a fixed place would always read the same ones of the period's samples, for
+        example only one of two corpora. It would be slow in every step if their documents are
+        longer, since attention to them costs more.
+        """
+        period = sum(whole_shares(self._mixture(step).weights))
+        period //= math.gcd(period, self.phase_plan.at(step).recipe.batch.micro_sequences)
+        factor = math.gcd(period, self.data_size)
+        return period // factor if factor > 1 else 0
 
     def _micro_batch(
         self,
