@@ -68,7 +68,8 @@ def train(table: dict[str, Any]) -> Outcome:
         assert report is not None
         for layer, counts in enumerate(report.counts, start=1):  # the first layer is dense
             tokens = torch.tensor(counts, dtype=torch.float64)
-            change = AMOUNT * torch.sign(tokens.mean() - tokens)
+            sign = torch.sign(tokens.mean() - tokens)
+            change = AMOUNT * (sign - sign.mean())
             name = f"blocks.{layer}.mlp.router.bias"
             expected[name] = expected.get(name, torch.zeros(4)) + change.float()
     found = [gather(engine, held) for held in (held_state(engine, "fp32"), held_weights(engine))]

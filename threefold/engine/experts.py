@@ -125,8 +125,10 @@ def is_marked(weight: nn.Parameter) -> bool:
 #
 # Wang et al. 2024 (arXiv 2408.15664, algorithm 1): in each step, just before AdamW, the bias of an
 # expert that has received fewer tokens than the mean of its layer grows by a constant, and that of
-# an expert with more tokens falls by it. The numbers of tokens are those of the whole global
-# batch, so the update is the same in every layout.
+# an expert with more tokens falls by it. The mean change of the layer is then subtracted, as in
+# torchtitan: few experts have more tokens than the mean, so all biases would rise together until
+# bf16 cannot hold their differences. The numbers of tokens are those of the whole global batch, so
+# the update is the same in every layout.
 
 ROUTER_BIAS = re.compile(r"(blocks|predictions)\.(\d+)\.(?:block\.)?mlp\.router\.bias")
 
@@ -152,6 +154,7 @@ def update_biases(
             continue
         first = model.expert_layers if match[1] == "predictions" else -model.experts.dense_layers
         of_layer = torch.tensor(counts[first + int(match[2])], dtype=torch.float64)
-        change = amount * torch.sign(of_layer.mean() - of_layer)
+        sign = torch.sign(of_layer.mean() - of_layer)
+        change = amount * (sign - sign.mean())
         own = change[fragment.elements.start : fragment.elements.stop].to(flats[fragment.flat])
         flats[fragment.flat][fragment.offset :][: len(own)] += own
