@@ -19,7 +19,7 @@ from tests.conftest import VOCAB_SIZE, changed
 from threefold.config.loading import parse_recipe
 from threefold.config.parallel_dims import ParallelDims
 from threefold.config.recipe import Recipe
-from threefold.config.sections import check_weights, whole_shares
+from threefold.config.sections import PERIOD, check_weights, whole_shares
 from threefold.data.corpus import document_starts, fingerprint
 from threefold.data.dataset import MicroBatch, SequenceView, TrainingData
 from threefold.data.manifest import tokenizer_hash
@@ -139,6 +139,19 @@ def test_an_epoch_reads_every_window_once_and_the_next_epoch_in_another_order(
     expected = {tuple(data.sources()[0].read(index)) for index in range(count)}
     assert set(windows[:count]) == set(windows[count:]) == expected
     assert windows[:count] != windows[count:]
+
+
+def test_epochs_are_counted_in_the_rounded_shares_of_the_order(
+    small: dict[str, Any], corpus: Path
+) -> None:
+    paths = [str(corpus / "train"), str(corpus / "validation")]
+    mixture = [{"path": paths[0], "weight": 99_989.0}, {"path": paths[1], "weight": 11.0}]
+    data = build(
+        changed(small, data__train=mixture, data__validation=None, training__evaluate_every=0)
+    )
+    data.resume(Progress(0, 1000 * PERIOD))
+    windows = data.epochs(0)[paths[1]] * data.sources()[1].count
+    assert windows == pytest.approx(1000 * 7)  # and not 7.209
 
 
 def test_the_step_in_which_a_corpus_begins_to_repeat_is_known(

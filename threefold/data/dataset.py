@@ -257,10 +257,10 @@ class TrainingData:
         shares: dict[str, float] = {}
         for consumed in self.progress_after(step).consumed_ranges(self.phase_plan):
             recipe = self.phase_plan.first_of_part(consumed.part).recipe
-            total = sum(source.weight for source in recipe.data.train)
-            for source in recipe.data.train:
+            per_period = whole_shares([source.weight for source in recipe.data.train])
+            for source, share in zip(recipe.data.train, per_period, strict=True):
                 windows = self._opened[source.path, recipe.model.sequence_length].count
-                samples = (consumed.stop - consumed.first) * source.weight / total
+                samples = (consumed.stop - consumed.first) * share / sum(per_period)
                 shares[source.path] = shares.get(source.path, 0.0) + samples / windows
         return shares
 
