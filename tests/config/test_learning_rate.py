@@ -56,3 +56,7 @@ def test_a_schedule_in_sequences_needs_a_length() -> None:
     with pytest.raises(ValueError, match=r"optimizer\.schedule\.steps = 1000000"):
         rates("cosine", counts="sequences")
     assert rates("cosine", counts="sequences", steps=100) == rates("cosine")
+
+
+def test_a_schedule_counts_the_sequences_of_trillions_of_tokens() -> None:
+    assert rates("wsd", counts="sequences", steps=2_400_000_000, decay_steps=2_399_999_900)

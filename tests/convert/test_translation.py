@@ -278,6 +278,14 @@ def test_only_block_scaled_fp8_becomes_ours(
         assert not word.startswith("--") or lines_about(result, word.removeprefix("--"))
 
 
+def test_a_schedule_and_a_ramp_count_billions_of_samples(tmp_path: Path) -> None:
+    text = BLOOM.replace("200_000_000", "2_400_000_000").replace("9_765_625", "1_765_625_000")
+    recipe = translated(tmp_path, "bloom.slurm", text).recipe
+    assert recipe.batch.ramp and recipe.batch.ramp.samples == 1_765_625_000
+    schedule = recipe.optimizer.schedule
+    assert (schedule.counts, schedule.steps) == ("sequences", 2_400_000_000)
+
+
 def test_a_script_is_read_and_never_executed(tmp_path: Path) -> None:
     (tmp_path / "bloom.slurm").write_text(f"touch {tmp_path}/ran; rm -r $HOME\n{BLOOM}")
     foreign = read_foreign([tmp_path / "bloom.slurm"])

@@ -12,9 +12,11 @@ from threefold.config.sections import (
     MAX_COUNT,
     Count,
     NonNegative,
+    NonNegativeSequences,
     PathText,
     Probability,
     Section,
+    Sequences,
     Switch,
 )
 
@@ -32,7 +34,7 @@ class Ramp(Section):
     """Sequences that each increase adds to the global batch; a divisor of `global_sequences` -
     `start_sequences`."""
 
-    samples: Count
+    samples: Sequences
     """Sequences that the run reads before the global batch reaches `global_sequences`. Each batch
     size reads an equal share of these sequences, rounded up to whole steps."""
 
@@ -149,7 +151,7 @@ def is_of_a_phase(info: ValidationInfo) -> bool:
 class LearningRateSchedule(Section):
     """The learning rate over the steps."""
 
-    warmup_steps: NonNegative
+    warmup_steps: NonNegativeSequences
     """Steps over which the learning rate rises linearly to its peak; 0: no warm-up."""
 
     decay: Literal["cosine", "linear", "wsd", "constant"]
@@ -158,12 +160,12 @@ class LearningRateSchedule(Section):
     falls as `decay_shape` says; "constant" does not fall, for example because a later `[[phase]]`
     decays the learning rate."""
 
-    steps: Count | None = None
+    steps: Sequences | None = None
     """Steps of the schedule, from its first step to the end of the decay. Leave it out to use all
     steps of the run (`training.steps`), or those before the next `[[phase]]` with a schedule. A
     shorter run trains the first steps of the schedule; a longer one continues at the minimum."""
 
-    decay_steps: NonNegative = 0
+    decay_steps: NonNegativeSequences = 0
     """Steps of the decay, only for `decay = "wsd"`, which requires it."""
 
     decay_shape: Literal["linear", "sqrt", "cosine"] = "linear"

@@ -18,11 +18,14 @@ from models.errors import UserError, check_links, toml_value
 # docs/recipe-reference.md, which threefold/plan/recipe_reference.py generates.
 
 MAX_COUNT = 10**9
+MAX_SEQUENCES = 10**13  # of a run
 MAX_TOKENS = 10**16
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+Sequences = Annotated[int, Field(ge=1, le=MAX_SEQUENCES)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 PathText = Annotated[str, Field(min_length=1)]  # "" would mean the repository
 NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+NonNegativeSequences = Annotated[int, Field(ge=0, le=MAX_SEQUENCES)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 # 1 equals True in Python, so a number has to become something else before it is compared.
 Switch = Annotated[

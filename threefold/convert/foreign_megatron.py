@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from threefold.config.sections import MAX_COUNT
+from threefold.config.sections import MAX_SEQUENCES
 from threefold.convert.foreign_files import scalar
 from threefold.convert.translation import (
     COMMUNICATION,
@@ -478,7 +478,7 @@ def _batch_and_rate_of_megatron(t: Translation) -> None:
     exact = all(math.isclose(value, round(value), abs_tol=1e-6) for value in bounds)
     text, counts = "", "steps"
     if len(levels) > 1 or not exact:
-        counts = "sequences" if decay <= MAX_COUNT else "steps"
+        counts = "sequences" if decay <= MAX_SEQUENCES else "steps"
         text = "samples of the source, rounded to steps" if counts == "steps" else ""
     if counts == "sequences":
         bounds = [warmup, start, decay]
