@@ -284,6 +284,10 @@ BAD: list[tuple[str, int, str, str]] = [
     ("optimizer.betas=[0.9]", 2, "optimizer.betas.1", "betas = [0.9, 0.95]"),
     ("optimizer.betas=[0.9, 1.0]", 2, "optimizer.betas.1 = 1.0", "betas = [0.9, 0.95]"),
     ("optimizer.lr=1e-3", 2, "unknown key optimizer.lr", "learning_rate"),
+    (
+        "optimizer.average.decay=0.99999;optimizer.average.every=4", 2,
+        "optimizer.average.decay = 0.99999 ", "decay = 0.9999 and optimizer.average.every = 40,",
+    ),
     ("optimizer.schedule.decay=sqrt", 2, 'optimizer.schedule.decay = "sqrt"', "'wsd'"),
     ("optimizer.schedule.decay=wsd", 2, "optimizer.schedule.decay_steps = 0", "decay_steps = 1"),
     (

@@ -182,6 +182,9 @@ class LearningRateSchedule(Section):
     """Learning rate at the last step of the schedule; at most `optimizer.learning_rate`."""
 
 
+MAX_AVERAGE_DECAY = 0.9999  # beyond it, rounding keeps an fp32 average in place
+
+
 class Average(Section):
     """An exponential moving average of the weights (EMA), next to the weights that are trained.
 
@@ -192,8 +195,8 @@ class Average(Section):
 
     decay: Annotated[float, Field(gt=0, lt=1)]
     """Share of the average that stays in each averaging: average = decay x average +
-    (1 - decay) x weight. The average covers about 1 / (1 - decay) averagings; 0.999 and 0.9999 are
-    usual."""
+    (1 - decay) x weight. The average covers about 1 / (1 - decay) averagings; 0.999 and 0.9999, the
+    largest one, are usual."""
 
     start_step: NonNegative = 0
     """Updates before the averaging begins; until then the average is equal to the weights. With 0,
@@ -201,6 +204,18 @@ class Average(Section):
 
     every: Count = 1
     """Average after every N-th update. Updates that fp16 skips after an overflow do not count."""
+
+    @model_validator(mode="after")
+    def _check_decay(self) -> "Average":
+        if self.decay > MAX_AVERAGE_DECAY:
+            every = round(self.every * (1 - MAX_AVERAGE_DECAY) / (1 - self.decay))
+            raise UserError(
+                f"optimizer.average.decay = {self.decay} loses changes of the fp32 average to "
+                f"rounding; use optimizer.average.decay = {MAX_AVERAGE_DECAY} and "
+                f"optimizer.average.every = {min(every, MAX_COUNT)}, which cover about as many "
+                f"updates"
+            )
+        return self
 
 
 class Optimizer(Section):
