@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -130,6 +131,28 @@ def test_the_ledger_follows_the_branch(recipe, tmp_path: Path) -> None:
     assert samples_of(recipe, folder, 25) == range(192, 200)  # and not from sample 208 on
     assert samples_of(recipe, folder, 17) == range(128, 136)
     assert samples_of(recipe, folder, 30) == range(232, 240)
+
+
+def test_the_ledger_follows_many_rollbacks_and_resumes(recipe, tmp_path: Path) -> None:
+    folder, random = RunFolder(tmp_path), Random(0)
+    expected: dict[int, range] = {}
+    step = sample = 0
+    while step < 30:
+        for _ in range(random.randint(1, 4)):
+            step, sample = step + 1, sample + BATCH
+            expected[step] = range(sample - BATCH, sample)
+            if random.random() < 0.5:  # other lines are lost
+                write(folder, (), {step: sample})
+        if random.random() < 0.4:  # skips the samples of the discarded steps
+            to = max(0, step - random.randint(0, 5))
+            folder.event("rollback", step, to=to, samples=sample)
+            step = to
+        elif random.random() < 0.6:  # reads them again
+            step = max(0, step - random.randint(0, 3))
+            sample = expected[step].stop if step else 0
+            folder.event("resume", step, samples=sample)
+    for at in range(1, step + 1):
+        assert samples_of(recipe, folder, at) == expected[at]
 
 
 def test_the_ledger_follows_a_branch_to_a_checkpoint_of_another_run(recipe, tmp_path: Path) -> None:

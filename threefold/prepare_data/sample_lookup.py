@@ -2,8 +2,10 @@
 
 import json
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -86,9 +88,10 @@ def reading_of(plan: PhasePlan, run: RunFolder, step: int) -> tuple[Progress, ra
     """
     history = run.history()
     firsts = {0: 0} | history.first_samples()  # step -> first sample of the next step
+    jumps = sorted(firsts)
 
     def planned(after: int) -> Progress:
-        jump = max(at for at in firsts if at <= after)
+        jump = jumps[bisect_right(jumps, after) - 1]
         return history.progress_at(jump, firsts[jump]).after(after, plan)
 
     ends = {}
@@ -100,8 +103,10 @@ def reading_of(plan: PhasePlan, run: RunFolder, step: int) -> tuple[Progress, ra
         if abs(line.get("tokens", math.inf)) <= MAX_INTEGER_IN_LINE:  # neither damaged nor missing
             read = int(line["tokens"]) - expected.tokens(plan)
             ends[line["step"]] = expected.samples + read // length
-    for at, first in firsts.items():  # drop steps that a rollback has discarded
-        ends = {step: end for step, end in ends.items() if step <= at or end > first}
+    largest = list(accumulate((firsts[at] for at in jumps), max))
+    ends = {  # without steps that a rollback has discarded
+        at: end for at, end in ends.items() if end > largest[bisect_left(jumps, at) - 1]
+    }
     begins = ends | firsts
     known = max(at for at in begins if at < step)
     before = replace(planned(known), samples=begins[known]).after(step - 1, plan)
