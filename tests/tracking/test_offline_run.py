@@ -78,12 +78,12 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFold
     folder = RunFolder(tmp_path_factory.mktemp("offline") / "run")
     folder.hold()
     table = changed(small_recipe(corpus), tracking__mode="offline", tracking__artifacts=True)
-    earlier = line(40, **{"tasks/next_line/accuracy": 0.0})
+    earlier = [line(step, **{"tasks/next_line/accuracy": 0.0}) for step in (38, 39, 40)]
     # W&B writes tables into temporary folders, which only the orderly end of a process removes.
     temporary = mock.patch.object(tempfile, "tempdir", str(tmp_path_factory.mktemp("temporary")))
     with mock.patch.object(WandbThread, "SECONDS_TO_FINISH", 600), temporary, open_tracker(
         parse_recipe(table, "test"), folder, 0, start=Progress(40, 320), changed={},
-        metrics=[earlier], predicted=PLANS.__getitem__,
+        metrics=earlier, predicted=PLANS.__getitem__,
     ) as tracker:  # fmt: skip
         train(tracker, folder)
     (log,) = (folder.path / "wandb").glob("offline-run-*/*.wandb")
@@ -122,10 +122,13 @@ def test_validation_sets_and_tasks_have_their_names(run: Any) -> None:
 def test_the_table_of_scores_has_a_row_for_each_evaluation(run: Any) -> None:
     folder, found = run
     (_, newest) = files(folder, found, "task_scores")
+    # The rows have not doubled in step 42, so its scores are in the table of the end.
+    with_table = [each for each in history(found) if "task_scores/path" in each]
+    assert [("loss" in each, each["step"]) for each in with_table] == [(True, 41), (False, 42)]
     table = json.loads(newest.read_text())
     assert table["columns"] == ["step", "task", "accuracy", "accuracy_per_byte"]
     assert table["data"] == [
-        [40, "next_line", 0.0, None],
+        *([step, "next_line", 0.0, None] for step in (38, 39, 40)),
         [41, "next_line", 0.25, 0.5],
         [42, "next_line", 0.75, None],
         [42, "cloze", 1.0, None],

@@ -211,12 +211,19 @@ class TaskTable:
 
     Args:
         metrics: the lines of metrics.jsonl so far
+
+    Attributes:
+        logged_rows: rows when the table was logged last; W&B keeps each whole table, so that
+            logging it after each evaluation would take quadratic space
+        has_news: True if scores have been added since then
     """
 
     def __init__(self, metrics: Iterable[Mapping[str, Any]] = ()):
         self.rows: list[dict[str, Any]] = []
+        self.logged_rows = 0
         for line in metrics:
             self.add(line)
+        self.has_news = False
 
     def add(self, metrics: Mapping[str, Any]) -> bool:
         """Add the scores among the metrics of a step; return True if there are any.
@@ -233,12 +240,14 @@ class TaskTable:
             self.rows += [
                 {"step": step, "task": task} | scores for task, scores in summaries.items()
             ]
+            self.has_news = True
         return bool(summaries)
 
     def metrics(self) -> dict[str, Any]:
         """Return the arguments of `run.log`."""
         import wandb
 
+        self.logged_rows, self.has_news = len(self.rows), False
         columns = list(dict.fromkeys(key for row in self.rows for key in row))
         rows = [[row.get(column) for column in columns] for row in self.rows]
         return {"task_scores": wandb.Table(columns=columns, data=rows)}
@@ -458,7 +467,9 @@ class WandbThread:
                 self._ended.set()
 
     def _finish(self, run: Any) -> None:
-        """Finish the run of W&B, as failed unless it is complete or can be resumed."""
+        """Log the table, and finish the run, as failed unless it is complete or can be resumed."""
+        if (table := self._task_table).has_news:
+            run.log({"step": table.rows[-1]["step"]} | table.metrics())
         run.finish(exit_code=0 if self.exit_code == INTERRUPTED else self.exit_code)
 
     def _next(self) -> Item | None:
@@ -482,6 +493,7 @@ class WandbThread:
         if earlier.mode == "offline":
             status = replace(status, reason=earlier.reason)
         self._started(run, status)
+        self._task_table.logged_rows, self._task_table.has_news = 0, bool(self._task_table.rows)
         for _, item in self._recent:  # some may be sent twice
             self._send(run, item)
         return run
@@ -541,8 +553,9 @@ class WandbThread:
             case _:
                 metrics = with_heat_map(with_metric_per_position(item))
                 metrics |= self._planned(run, item["step"])
-                if self._task_table.add(item):
-                    metrics |= self._task_table.metrics()
+                table = self._task_table
+                if table.add(item) and len(table.rows) >= 2 * table.logged_rows:
+                    metrics |= table.metrics()
                 run.log(metrics)
 
     def _planned(self, run: Any, step: int) -> dict[str, float]:
