@@ -11,6 +11,9 @@ from models.config import ModelConfig
 # 128k it allows 512 tokens on a CPU, where larger matmuls are not faster, and 2,048 on a GPU, where
 # matmuls of 512 tokens are bound by reading the weights.
 MAX_LOGITS = {"cpu": 2**26, "cuda": 2**28}
+# The loss sums the gradients of the output matrix of more parts than these in fp32, because the
+# rounding of each sum to 16 bits would add up.
+MAX_PARTS_IN_16_BITS = 64
 NEWTON_SCHULZ_ITERATIONS = 5  # for an update of Muon
 MUON_ROUND_ELEMENTS = 2**25  # of matrices that are exchanged together, on average per rank
 MUON_BATCH_ELEMENTS = 2**24  # of matrices of equal shape that are orthogonalized together
@@ -316,3 +319,13 @@ def tokens_at_a_time(tokens: int, columns: int, device: str) -> int:
     """
     most = MAX_LOGITS.get(device, MAX_LOGITS["cuda"])
     return math.ceil(tokens / math.ceil(tokens * columns / most))
+
+
+def sums_head_in_fp32(labels: int, columns: int, device: str) -> bool:
+    """Return True if the loss sums the gradients of the output matrix in fp32.
+
+    Args:
+        labels: tokens of a micro-batch, times the losses per token
+        columns: as in `tokens_at_a_time`
+    """
+    return labels > MAX_PARTS_IN_16_BITS * tokens_at_a_time(labels, columns, device)

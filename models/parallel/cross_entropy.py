@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from models.cost import tokens_at_a_time
+from models.cost import sums_head_in_fp32, tokens_at_a_time
 from models.kernels.compile import Function, as_written, native_on_cpu
+from models.kernels.matmul import add_product
 from models.parallel.collectives import TensorAxis, all_gather, begin_sum_of_copies
 
 MAX_TILE = 1024  # columns of logits; the compiler keeps at most this many in registers
@@ -98,6 +99,8 @@ class _VocabParallelLoss(torch.autograd.Function):
     ):  # fmt: skip
         rows = _computed_rows(len(weight), vocab_size - tensor.rank * len(weight), weight.device)
         table = _Table(weight, weight[:rows], vocab_size, tensor, fuse, changes)
+        if sums_head_in_fp32(labels.numel(), len(weight), weight.device.type):
+            table.type_of_sums = torch.float32
         gradient_of_x, losses = [], []
         for depth, x in enumerate(inputs):
             of_depth = labels[..., depth] if labels.dim() == 3 else labels
@@ -114,9 +117,9 @@ class _VocabParallelLoss(torch.autograd.Function):
         if note is not None and len(inputs) > 1:
             counts = (labels[..., 1:] >= 0).sum((0, 1))
             note(torch.stack([torch.stack(losses[1:]), counts], dim=1))
-        if scale is not None:
+        if table.grad_weight is not None:
             # Not saved with save_for_backward: the backward pass scales them in place, only once.
-            ctx.gradient_of_x, ctx.grad_weight = gradient_of_x, table.grad_weight
+            ctx.gradient_of_x, ctx.grad_weight = gradient_of_x, table.grad_weight.to(weight.dtype)
             ctx.scale, ctx.fuse = scale, fuse
         return losses[0] / (labels.shape[0] * labels.shape[1])
 
@@ -153,6 +156,7 @@ class _Table:
         self.own_tokens = max(0, vocab_size - self.first)
         self.soft_cap, self.z_loss = changes
         self.grad_weight: Tensor | None = None
+        self.type_of_sums = weight.dtype
 
     def loss(
         self,
@@ -265,13 +269,17 @@ class _Table:
             grad_rows: [n, h], to be overwritten
         """
         torch.mm(logits, self.computed, out=grad_rows)
-        used = len(self.computed)
+        used, is_first = len(self.computed), self.grad_weight is None
         if self.grad_weight is None:
-            self.grad_weight = torch.empty_like(self.weight)
+            self.grad_weight = torch.empty_like(self.weight, dtype=self.type_of_sums)
             self.grad_weight[used:] = 0
-            torch.mm(logits.t(), rows, out=self.grad_weight[:used])
+        total = self.grad_weight[:used]
+        if total.dtype != rows.dtype:
+            add_product(total, logits, rows, replace=is_first)
+        elif is_first:
+            torch.mm(logits.t(), rows, out=total)
         else:
-            self.grad_weight[:used].addmm_(logits.t(), rows)
+            total.addmm_(logits.t(), rows)
 
 
 def _turn_into_log_probabilities(logits: Tensor, columns: Tensor) -> Tensor:

@@ -384,6 +384,24 @@ def test_a_nearly_certain_token_keeps_its_gradient_in_bf16() -> None:
     assert float(table.grad[0, 0]) == pytest.approx(expected, rel=1e-2)
 
 
+def test_the_gradient_of_many_parts_does_not_saturate_in_bf16() -> None:
+    torch.manual_seed(0)
+    x, table = 1 + 0.1 * torch.randn(1024, 1, 8), 0.1 * torch.randn(4, 8)
+    labels = torch.randint(3, (1, 1024))
+
+    def gradient(dtype: torch.dtype) -> Tensor:
+        weight = table.to(dtype).requires_grad_()
+        cross_entropy.vocab_parallel_loss(
+            x.to(dtype), weight, labels, vocab_size=4, tensor=TensorAxis(), fuse=as_written
+        ).backward()
+        return weight.grad
+
+    with mock.patch.dict(cost.MAX_LOGITS, cpu=4):  # a token at a time
+        found, expected = gradient(torch.bfloat16), gradient(torch.float32)
+    assert found.dtype == torch.bfloat16
+    assert difference([found[3].float()], [expected[3]]) < 1e-2  # of a token that is no label
+
+
 @pytest.mark.parametrize(("scale", "is_exact"), [(2.0**16, True), (1.0, False)])
 def test_gradients_of_rare_tokens_survive_in_fp16(scale: float, is_exact: bool) -> None:
     """The probability of a token divided by the number of tokens is too small for fp16."""

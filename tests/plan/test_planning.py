@@ -21,6 +21,7 @@ from unittest import mock
 
 import pytest
 
+from models import cost
 from models.config import ModelConfig
 from models.cost import parameter_count
 from models.errors import UserError
@@ -67,6 +68,7 @@ from threefold.plan.memory.peak import (
     state_bytes,
     state_of_stage,
 )
+from threefold.plan.memory.working import loss_in_parts_bytes
 from threefold.plan.recipe_edits import options_of
 from threefold.plan.report import rates
 from threefold.plan.search import (
@@ -89,7 +91,7 @@ from threefold.plan.software import (
     load_software,
     stacks,
 )
-from threefold.plan.stage_contents import stage_parameters
+from threefold.plan.stage_contents import stage_parameters, table_parameters
 from threefold.plan.time.block import all_reduce_seconds, gather_seconds, matmul_seconds
 from threefold.plan.time.step import step_time, timeline_of
 from threefold.plan.time.update import data_traffic
@@ -122,6 +124,14 @@ def with_layout(job: Job, **sizes: object) -> Job:
     layout = replace(job.layout, **sizes)
     data = job.machine.gpus // (layout.tensor * layout.pipeline)
     return replace(job, layout=replace(layout, data=data))
+
+
+def test_the_gradient_of_the_head_is_summed_in_fp32_if_it_has_many_parts() -> None:
+    job = job_on_v100s(16)
+    usual = loss_in_parts_bytes(job)
+    with mock.patch.object(cost, "MAX_PARTS_IN_16_BITS", 0):
+        in_fp32 = loss_in_parts_bytes(job)
+    assert in_fp32 - usual == 2 * table_parameters(job.model, job.layout.tensor)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

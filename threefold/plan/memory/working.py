@@ -14,6 +14,7 @@ from models.cost import (
     MUON_ROUND_ELEMENTS,
     context_columns,
     kinds_of_layers,
+    sums_head_in_fp32,
     tokens_at_a_time,
 )
 from threefold.config.deepspeed_json import BYTES
@@ -233,20 +234,24 @@ def loss_bytes(job: Job, stage: int, first_only: bool) -> float:
 def loss_in_parts_bytes(job: Job) -> float:
     """Return the working memory of a loss that computes logits for a part of the tokens at a time.
 
-    It consists of the gradient of the output matrix; either the logits or a second copy of this
-    gradient for the optimizer, whichever is larger; the input and output of the last norm and the
-    gradient of its output; under sequence parallelism, the rows gathered from all tensor ranks; and
-    the output of the last prediction module, with the gradients of the outputs of the others.
+    It consists of the gradient of the output matrix, in fp32 if it has many parts; either the
+    logits or a second copy of this gradient for the optimizer, whichever is larger; the input and
+    output of the last norm and the gradient of its output; under sequence parallelism, the rows
+    gathered from all tensor ranks; and the output of the last prediction module, with the gradients
+    of the outputs of the others.
     """
     layout, model = job.layout, job.model
     tokens = tokens_per_micro_batch(model, layout)
     columns = model.padded_vocab_size(layout.tensor) // layout.tensor
-    logits = tokens_at_a_time(tokens, columns, job.machine.gpu.device) * columns
+    device, footprint = job.machine.gpu.device, job.footprint
+    logits = tokens_at_a_time(tokens, columns, device) * columns
     table = table_parameters(model, layout.tensor)
     rows = 2 / layout.sequence_ranks + (2 if layout.sequence_ranks > 1 else 1)
     if model.prediction is not None:
         rows += (1 + model.prediction_depth) / layout.sequence_ranks
-    return job.footprint.weight * (table + max(table, logits)) + rows * row_bytes(job)
+    labels = tokens * (1 + model.prediction_depth)
+    sums = BYTES["fp32"] if sums_head_in_fp32(labels, columns, device) else footprint.weight
+    return sums * table + footprint.weight * max(table, logits) + rows * row_bytes(job)
 
 
 def waiting_loss_bytes(job: Job, stage: int) -> float:
