@@ -21,6 +21,7 @@ from threefold.run_folder.history import LeftPart, Progress
 from threefold.run_folder.lock import FolderInUse, FolderLock
 from threefold.runtime.exits import INTERRUPTED, STOPPED
 from threefold.supervision.step_watch import Severity
+from threefold.supervision.supervisor import Agreement
 from threefold.tracking.tracker import Tracker
 
 
@@ -126,16 +127,37 @@ def test_diverged_replicas_are_not_saved_by_a_run_that_is_asked_to_stop(plan: Ph
 
 
 def test_a_failed_save_at_a_boundary_stops_the_run(plan: PhasePlan) -> None:
-    from threefold.pretrain.setup import close_run
-
     run = run_at(plan, 8, checkpoint=0)
     run.writer.wait.return_value = "step 8 is not saved: the disk is full"
     run.writer.remedy.return_value = "the newest checkpoint is step 6"
     expected = RunEnd(STOPPED, f"{run.writer.wait()}; the newest checkpoint is step 6")
-    assert close_run(run, RunEnd(0, step=8)) == expected
+    assert setup.close_run(run, RunEnd(0, step=8)) == expected
     earlier = f"step 7 is not saved; {run.writer.wait()}"  # a save has failed before the last one
-    assert close_run(run, RunEnd(STOPPED, earlier)).reason == f"{earlier}; {run.writer.remedy()}"
-    assert close_run(run, RunEnd(STOPPED, "step 8: bad")).reason == "step 8: bad"
+    assert (
+        setup.close_run(run, RunEnd(STOPPED, earlier)).reason == f"{earlier}; {run.writer.remedy()}"
+    )
+    assert setup.close_run(run, RunEnd(STOPPED, "step 8: bad")).reason == "step 8: bad"
+
+
+def test_a_request_during_the_save_at_a_boundary_stops_the_run(plan: PhasePlan) -> None:
+    run = run_at(plan, 8, checkpoint=8)
+    for request, expected in {
+        "SIGTERM": RunEnd(
+            INTERRUPTED, "saved at step 8 (SIGTERM); rerun the same command to resume"
+        ),
+        "": RunEnd(0, step=8),
+    }.items():
+        run.supervisor.agree.return_value = Agreement(request, Severity.GOOD, False)
+        assert setup.close_run(run, RunEnd(0, step=8)) == expected
+
+
+def test_a_save_that_has_failed_before_a_rollback_stops_the_run(plan: PhasePlan) -> None:
+    run = run_at(plan, 11, checkpoint=9)
+    run.writer.wait.return_value = "step 10 is not saved: the disk is full"
+    assert roll_back(run, 11, "a loss spike").ending is None
+    table = run.recipe.checkpoint.model_copy(update={"on_failure": "stop"})
+    run.recipe = run.recipe.model_copy(update={"checkpoint": table})
+    assert roll_back(run, 11, "a loss spike").ending == RunEnd(STOPPED, run.writer.wait())
 
 
 def test_an_event_keeps_the_parts_of_the_data(plan: PhasePlan, tmp_path: Path) -> None:

@@ -13,9 +13,16 @@ from functools import partial
 from typing import Any
 
 from models.errors import UserError
-from threefold.pretrain.run import Run, RunEnd, StepOutcome, is_due, stopped_without_save
+from threefold.pretrain.run import (
+    Run,
+    RunEnd,
+    StepOutcome,
+    is_due,
+    stopped_after_save,
+    stopped_without_save,
+)
 from threefold.run_folder.json_lines import mean_validation_loss, validation_losses
-from threefold.runtime.exits import FINISHED, INTERRUPTED, STOPPED, exit_now
+from threefold.runtime.exits import FINISHED, STOPPED, exit_now
 from threefold.supervision.step_watch import (
     BadStep,
     Severity,
@@ -40,6 +47,8 @@ def roll_back(run: Run, step: int, reason: str) -> StepOutcome:
         return _stop(step, stopped_without_save(step, f"{reason}, supervision.rollbacks = 0"))
     with run.supervisor.crumb.waiting_for_disk("rolling back"):
         unsaved = run.writer.wait()
+        if unsaved and run.recipe.checkpoint.on_failure == "stop":
+            return _stop(step, unsaved)
         if unsaved:
             run.tracker.warn(unsaved)
         try:
@@ -283,5 +292,4 @@ def stop(run: Run, step: int, request: str, metrics: dict[str, Any]) -> RunEnd |
     if step == run.last_step:
         return None
     ending = None if run.is_save_due(step) else save(run, step, metrics, ends_process=True)
-    reason = f"saved at step {step} ({request}); rerun the same command to resume"
-    return ending or RunEnd(INTERRUPTED, reason)
+    return ending or stopped_after_save(step, request)

@@ -8,6 +8,7 @@ from threefold.config.parallel_dims import ParallelDims
 from threefold.config.phases import PhasePlan
 from threefold.config.recipe import Recipe
 from threefold.run_folder.folder import RunFolder
+from threefold.runtime.exits import INTERRUPTED
 from threefold.supervision.step_watch import LossWatch, StragglerHistory
 from threefold.tracking.clocks import Startup, StepClock
 
@@ -102,6 +103,12 @@ class StepOutcome(NamedTuple):
 def is_due(step: int, every: int, last: int) -> bool:
     """Return True after every `every`-th step and the last one; never if `every` is 0."""
     return every > 0 and (step % every == 0 or step == last)
+
+
+def stopped_after_save(step: int, request: str) -> RunEnd:
+    """Return the end of a run whose ranks were asked to stop, and which has saved a step."""
+    reason = f"saved at step {step} ({request}); rerun the same command to resume"
+    return RunEnd(INTERRUPTED, reason)
 
 
 def stopped_without_save(step: int, reason: str) -> str:

@@ -45,7 +45,7 @@ from threefold.plan.report import predicted_metrics_of_run
 from threefold.pretrain import experiment as experiment_module
 from threefold.pretrain.evaluation import Evaluator
 from threefold.pretrain.experiment import Experiment, exit_on_user_error, machine_of
-from threefold.pretrain.run import Run, RunEnd
+from threefold.pretrain.run import Run, RunEnd, stopped_after_save
 from threefold.run_folder.folder import RunFolder
 from threefold.run_folder.history import remove_debris
 from threefold.run_folder.lock import FolderInUse
@@ -67,7 +67,7 @@ from threefold.runtime.processes import (
     threads_on_first_node,
 )
 from threefold.supervision.hang_report import Breadcrumb
-from threefold.supervision.step_watch import LossWatch
+from threefold.supervision.step_watch import LossWatch, Severity
 from threefold.supervision.supervisor import Supervisor
 from threefold.tracking.clocks import Startup, StepClock
 from threefold.tracking.messages import (
@@ -525,6 +525,10 @@ def close_run(run: Run, ending: RunEnd) -> RunEnd:
     if unsaved and (ends_well or unsaved in ending.reason):
         reason = unsaved if ends_well else ending.reason
         ending = RunEnd(STOPPED, f"{reason}; {run.writer.remedy()}")
+    if ending.restarts_for_phase:
+        # The signal may have come during the save, and the new processes would not know of it.
+        request = run.supervisor.agree(Severity.GOOD, run.engine.device).stop
+        ending = stopped_after_save(ending.step, request) if request else ending
     if ending.restarts_for_phase:
         run.tracker.replace_ranks(ending.step, run.phase_plan.at(ending.step + 1).phase)
     elif ending.code == FINISHED:
