@@ -92,9 +92,14 @@ from threefold.plan.software import (
     stacks,
 )
 from threefold.plan.stage_contents import stage_parameters, table_parameters
-from threefold.plan.time.block import all_reduce_seconds, gather_seconds, matmul_seconds
+from threefold.plan.time.block import (
+    all_reduce_seconds,
+    gather_seconds,
+    matmul_seconds,
+    transfer_seconds,
+)
 from threefold.plan.time.step import step_time, timeline_of
-from threefold.plan.time.update import data_traffic
+from threefold.plan.time.update import data_traffic, optimizer_time
 
 PUBLISHED = REPOSITORY / "benchmarks" / "planner_accuracy"
 LIMITS = {  # table -> documented limits of the mean and the largest error, in percent
@@ -706,6 +711,30 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     parts = ("compute", "tensor", "pipeline", "bubble", "data", "optimizer", "waiting")
     assert time.total == pytest.approx(sum(getattr(time, part) for part in parts))
     assert len(time.forward) == len(time.backward) == 16
+
+
+@pytest.mark.parametrize(
+    ("settings", "stride"),
+    [
+        ({}, 12),  # ranks 0 and 12 are on different nodes, unlike neighboring stages
+        ({"data": 1}, 6),
+        ({"schedule": "zb-v", "virtual_stages": 2}, None),  # stage 0 holds both ends
+    ],
+)
+def test_the_stages_that_share_an_embedding_sum_its_gradient(
+    settings: dict[str, Any], stride: int | None
+) -> None:
+    layout = replace(PlannedLayout(pipeline=4, tensor=2, data=2), **settings)
+    _, job = planned("llama/1b")
+    job = replace(job, layout=layout)
+    untied = replace(job, model=replace(job.model, tie_embeddings=False))
+    expected = 0.0
+    if stride:
+        table = table_parameters(job.model, layout.tensor)
+        expected = transfer_seconds(job.machine, 4 * table, stride=stride)
+    seconds = optimizer_time(job) - optimizer_time(untied)
+    # With zb-v, the untied model has one more table on stage 0, whose update takes 1 ms.
+    assert seconds == pytest.approx(expected, rel=0.1, abs=1e-3)
 
 
 @functools.cache

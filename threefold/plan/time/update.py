@@ -21,6 +21,7 @@ from threefold.plan.stage_contents import (
     blocks_share,
     elements_of,
     exchange_precision,
+    last_stage,
     matrices_of_layers,
     own_parameters,
     ranks_of_exchange,
@@ -258,12 +259,13 @@ def optimizer_time(job: Job) -> float:
     moved = OPTIMIZER_BYTES + (AVERAGING_BYTES / job.average_every if job.average_every else 0)
     update = memory_seconds(job.gpu, parameters / job.layout.optimizer_ranks * moved)
     tied = 0.0
-    if job.model.copies_embedding and layout.pipeline > 1:
+    if job.model.copies_embedding and (last := last_stage(layout)):
         table = table_parameters(job.model, layout.tensor)
-        tied = 2 * transfer_seconds(
+        # An all-reduce between two ranks sends as many bytes as the table has.
+        tied = transfer_seconds(
             job.machine,
             table * job.software.bytes_of_gradients(BYTES[job.precision]),
-            stride=layout.tensor * layout.dp_cp_size,
+            stride=layout.tensor * layout.dp_cp_size * last,
         )
     muon = muon_time(job) if job.optimizer == "muon" else 0.0
     return update + tied + muon + job.software.step_seconds
