@@ -242,6 +242,7 @@ def test_a_rack_joins_more_gpus_than_a_node() -> None:
     rack = load_gpu("GB200")
     assert Machine.of(rack, gpus=256, gpus_per_node=4).linked_gpus == 64  # equal shares of racks
     assert Machine.of(rack, gpus=144, gpus_per_node=4).linked_gpus == 72
+    assert Machine.of(rack, gpus=76, gpus_per_node=4).linked_gpus == 36  # of 9 and of 10 nodes
     assert Machine.of(rack, gpus=8, gpus_per_node=4).linked_gpus == 8
     assert Machine.of(load_gpu("B200"), gpus=256).linked_gpus == 8
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
+from math import ceil
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,15 +105,16 @@ class Machine:
     def linked_gpus(self) -> int:
         """The GPUs that the links of a node join: those of a node, or a job's share of a rack.
 
-        A job that needs several racks takes the same number of nodes from each.
+        A job that needs several racks takes about the same number of nodes from each, and the
+        smallest share counts.
         """
         nodes = self.gpu.linked_gpus // self.gpus_per_node
         if nodes <= 1:
             return self.gpus_per_node
         if self.nodes <= nodes:
             return self.nodes * self.gpus_per_node
-        shared = next(count for count in range(nodes, 0, -1) if self.nodes % count == 0)
-        return shared * self.gpus_per_node
+        racks = ceil(self.nodes / nodes)
+        return self.nodes // racks * self.gpus_per_node
 
 
 def links_text(machine: Machine) -> str:
