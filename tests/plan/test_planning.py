@@ -1202,6 +1202,32 @@ def test_a_recipe_of_an_older_run_is_edited(tmp_path: Path) -> None:
     assert parse_recipe(tomllib.loads(written), "written") == recipe
 
 
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ([], "The time excludes validation, which adds up to 67%."),
+        (["layout.recompute=full"], "The time excludes validation, which adds up to 50%."),
+        (
+            ["optimizer.average={decay = 0.9, start_step = 2}"],
+            "The time excludes validation, which adds up to 133%.",
+        ),
+        (
+            ["data.separate_documents=true"],
+            "attention is counted over whole sequences, at the speed of the kernel for documents.",
+        ),
+        (
+            ["data.separate_documents=true", "model.attention_dropout=0.1"],
+            "attention is counted over whole sequences.",
+        ),
+    ],
+)
+def test_a_plan_states_what_its_time_leaves_out(settings: list[str], line: str) -> None:
+    options = ["training.evaluate_every=1", *settings]
+    arguments = ["recipes/tiny.toml", "--top=0", "--gpu=H100"]
+    done = run_plan(*arguments, *(f"--set={option}" for option in options))
+    assert f"{line}\n" in done.stdout, done.stderr
+
+
 def test_the_exit_code_reports_the_fit() -> None:
     assert run_plan("recipes/llama/7b.toml", "--top", "0").returncode == 0
     large = run_plan("recipes/llama/405b.toml", "--nodes", "8", "--top", "0")

@@ -224,7 +224,10 @@ def print_plan(
         print("\n".join(report.plan_text(own, seconds_of_segments(own, segments))))
         if every := recipe.training.evaluate_every:
             batches = recipe.training.evaluation_batches * len(recipe.data.validation_sets)
-            share = batches / every / 3  # a forward pass is a third of a step
+            if recipe.optimizer.average:
+                batches *= 2  # the averaged weights are validated, too
+            # A forward pass is a third of a step, or a quarter if the step repeats it.
+            share = batches / every / (4 if own.layout.recompute == "full" else 3)
             if share > SHOWN_SHARE:
                 print(f"The time excludes validation, which adds up to {share:.0%}.")
     else:
@@ -235,7 +238,14 @@ def print_plan(
         if note := unused_rows(recipe):
             print(note)
     if recipe.data.separate_documents:
-        print("data.separate_documents is ignored: attention is counted over whole sequences.")
+        note = "data.separate_documents: attention is counted over whole sequences"
+        if (
+            own
+            and own.software.limited_attention
+            and not (own.writes_scores or own.model.attention_soft_cap)
+        ):
+            note += ", at the speed of the kernel for documents"
+        print(f"{note}.")
 
 
 def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:
