@@ -60,6 +60,22 @@ def test_windows_shorten_steps_and_windows_of_whole_sequences_do_not() -> None:
     assert seconds[3] == step_time(full).compute
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_attention_to_documents_keeps_as_much_as_to_windows(recompute: str) -> None:
+    """Only several sequences of a micro-batch are copied for the next linear layer."""
+    settings = ("batch.global_sequences=1024", f"layout.recompute={recompute}")
+    for sequences in (1, 2):
+        full = planned(*settings, f"batch.micro_sequences={sequences}")
+        window = with_window(full, full.model.sequence_length - 1)
+        documents = replace(full, separate_documents=True)
+        kept, of_windows, of_documents = (
+            memory.activations + memory.working
+            for memory in (memory_of_stage(job, 0) for job in (full, window, documents))
+        )
+        assert of_documents == of_windows
+        assert (of_documents > kept) == (sequences == 2 and recompute != "selective")
+
+
 def test_the_blocks_of_each_kind_add_up_to_the_stages() -> None:
     settings = ("layout.pipeline=4", "layout.schedule=interleaved", "layout.virtual_stages=2")
     job = planned(

@@ -255,12 +255,13 @@ def bytes_of_blocks(job: Job) -> tuple[tuple[float, float], ...]:
     fused = not job.writes_scores
     share = job.recomputed_share if layout.recompute != "none" else 1.0
     without = replace(layout, recompute="none") if share < 1 else layout
+    more = job.expert_imbalance, job.separate_documents
 
     def kept(kind: ModelConfig) -> float:
-        of_share = activation_bytes(kind, layout, footprint, fused, job.expert_imbalance)
+        of_share = activation_bytes(kind, layout, footprint, fused, *more)
         if share == 1:
             return of_share
-        whole = activation_bytes(kind, without, footprint, fused, job.expert_imbalance)
+        whole = activation_bytes(kind, without, footprint, fused, *more)
         return share * of_share + (1 - share) * whole
 
     here = 1 - job.offloaded_share
@@ -306,6 +307,7 @@ def block_bytes(
     footprint: Footprint,
     fused_attention: bool,
     imbalance: float = 1.0,
+    separate_documents: bool = False,
 ) -> float:
     """Return the bytes that a block keeps for its backward pass, without recomputation.
 
@@ -332,7 +334,7 @@ def block_bytes(
         whole += of_sequence
         split += everywhere * t
     split += size * (footprint.swiglu_tensors if model.activation in GATED else 2) * f
-    split += core_bytes(model, layout, footprint, fused_attention)
+    split += core_bytes(model, layout, footprint, fused_attention, separate_documents)
     split += routed_bytes(model, layout, footprint, imbalance)
     return tokens * (whole / layout.sequence_ranks + split / t)
 
@@ -398,19 +400,21 @@ def activation_bytes(
     footprint: Footprint,
     fused_attention: bool,
     imbalance: float = 1.0,
+    separate_documents: bool = False,
 ) -> float:
     """Return the bytes that a block keeps for its backward pass in a layout."""
     if layout.recompute == "full":
         row = tokens_per_micro_batch(model, layout) * model.hidden_size * footprint.weight
         return row / layout.sequence_ranks / layout.recompute_interval
-    kept = block_bytes(model, layout, footprint, fused_attention, imbalance)
+    kept = block_bytes(model, layout, footprint, fused_attention, imbalance, separate_documents)
     if layout.recompute == "none":
         return kept
     if footprint.recomputes_modules:
         return kept - modules_bytes(model, layout, footprint)
     if footprint.selective is not None:
         return kept * footprint.selective
-    core = core_bytes(model, layout, footprint, fused_attention) / layout.tensor
+    core = core_bytes(model, layout, footprint, fused_attention, separate_documents)
+    core /= layout.tensor
     if model.latent is not None:  # keys and values are computed again, too
         columns = model.query_size + model.attention_output_size
         core += footprint.weight * columns / layout.tensor
@@ -430,18 +434,24 @@ def modules_bytes(model: ModelConfig, layout: PlannedLayout, footprint: Footprin
 
 
 def core_bytes(
-    model: ModelConfig, layout: PlannedLayout, footprint: Footprint, fused_attention: bool
+    model: ModelConfig,
+    layout: PlannedLayout,
+    footprint: Footprint,
+    fused_attention: bool,
+    separate_documents: bool = False,
 ) -> float:
     """Return the bytes that the attention core keeps per token.
 
     Fused attention keeps a statistic per head, and its output as well if that is copied: by the
-    exchange with "ulysses", and for the next linear layer if the kernel of windows and sinks
-    computes several sequences. Otherwise scores, softmax and dropout mask are kept, and the keys
+    exchange with "ulysses", and for the next linear layer if the kernel of documents computes
+    several sequences. Otherwise scores, softmax and dropout mask are kept, and the keys
     and values that were gathered from other context ranks.
     """
     if fused_attention:
         copied = layout.context_attention == "ulysses" or (
-            is_packed(model, footprint) and layout.context == 1 and layout.micro_sequences > 1
+            is_packed(model, footprint, separate_documents)
+            and layout.context == 1
+            and layout.micro_sequences > 1
         )
         output = footprint.weight * model.attention_output_size
         return 4 * model.heads + (output if copied else 0)
@@ -452,7 +462,7 @@ def core_bytes(
     return scores
 
 
-def is_packed(model: ModelConfig, footprint: Footprint) -> bool:
+def is_packed(model: ModelConfig, footprint: Footprint, separate_documents: bool) -> bool:
     """Return True if one kernel computes all sequences of a micro-batch, laid end to end.
 
     It is that of separate documents, in 16 bits; windows and sinks need it, too.
@@ -460,7 +470,8 @@ def is_packed(model: ModelConfig, footprint: Footprint) -> bool:
     if footprint.weight > 2 or model.attention_soft_cap is not None:
         return False
     window = model.window_size(model.layers - 1)
-    return model.attention_sinks or (window is not None and window < model.sequence_length)
+    is_windowed = window is not None and window < model.sequence_length
+    return separate_documents or model.attention_sinks or is_windowed
 
 
 def deferred_bytes(model: ModelConfig, layout: PlannedLayout, footprint: Footprint) -> float:

@@ -112,8 +112,9 @@ def _recomputed_bytes(job: Job) -> float:
     if layout.recompute != "full":
         return 0.0
     recomputed = layout.recompute_interval * block_bytes(
-        job.model, layout, footprint, not job.writes_scores, job.expert_imbalance
-    )
+        job.model, layout, footprint, not job.writes_scores, job.expert_imbalance,
+        job.separate_documents,
+    )  # fmt: skip
     if not footprint.stock_pipeline:  # the input of the first block was kept
         recomputed -= row_bytes(job) / layout.sequence_ranks
     return recomputed
