@@ -139,6 +139,26 @@ def test_the_gradient_of_the_head_is_summed_in_fp32_if_it_has_many_parts() -> No
     assert in_fp32 - usual == 2 * table_parameters(job.model, job.layout.tensor)
 
 
+@pytest.mark.parametrize("name", ["llama/8b", "deepseek/v3"])
+def test_zero_3_gathers_a_whole_module_despite_its_limit(name: str) -> None:
+    """The table of Llama 8B, and the experts of a layer of DeepSeek-V3."""
+    model = planned(name)[1].model
+    job = with_layout(planned("llama/8b")[1], zero_stage=3, pipeline=1, tensor=1)
+    job = replace(job, model=model)
+    experts = model.experts
+    largest = experts.count * 3 * experts.ffn_hidden_size if experts else model.vocab_size
+    largest *= model.hidden_size
+    limits = {elements: limited(job, elements) for elements in (0, largest, 2 * largest)}
+    buffers = {limit: stage_memory(job)[0].buffers for limit, job in limits.items()}
+    assert buffers[0] == buffers[largest] == buffers[2 * largest] - 2 * largest
+
+
+def limited(job: Job, elements: float) -> Job:
+    """Return a job whose JSON sets `stage3_max_live_parameters`."""
+    footprint = replace(job.software.footprint["bf16"], gathered_elements=elements, zero1=None)
+    return replace(job, software=replace(job.software, footprint={"bf16": footprint}))
+
+
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_buckets_of_zero_3_take_all_their_memory_on_a_gpu_and_the_written_part_on_a_cpu(
     tensor: int,

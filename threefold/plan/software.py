@@ -141,7 +141,8 @@ class Footprint:
         zero3_copy: additional bytes per parameter under ZeRO-3, sharded likewise
         bucket_elements: elements of a ZeRO gradient bucket (DeepSpeed's reduce_bucket_size)
         group_bucket_elements: elements of a bucket of Threefold's ZeRO-1 and ZeRO-2
-        gathered_elements: most elements that ZeRO-3 gathers at once (stage3_max_live_parameters)
+        gathered_elements: most elements that ZeRO-3 gathers in advance
+            (stage3_max_live_parameters)
         bucket: bytes of buckets, allocated from the first backward pass on
         reducing: additional bytes per parameter during the gradient reduction
         reducing_one_bucket: the same if all of a stage's parameters fit into one bucket

@@ -11,7 +11,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from models.config import ModelConfig
-from models.cost import DOWN, attention_matrices, block_parameters, position_parameters
+from models.cost import (
+    DOWN,
+    attention_matrices,
+    block_parameters,
+    position_parameters,
+    routed_parameters,
+)
 from threefold.config.deepspeed_json import BYTES
 from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.job import Job, PlannedLayout, once_per_job
@@ -94,8 +100,13 @@ class TransientBytes(NamedTuple):
     reducing_buffers: float
 
 
-def transient_bytes(footprint: Footprint, layout: PlannedLayout, parameters: int) -> TransientBytes:
-    """Return the gradients and buffers that exist only within a step, for `parameters` weights."""
+def transient_bytes(
+    footprint: Footprint, layout: PlannedLayout, parameters: int, gathered: float
+) -> TransientBytes:
+    """Return the gradients and buffers that exist only within a step, for `parameters` weights.
+
+    gathered: most elements that ZeRO-3 gathers at once
+    """
     if layout.zero_stage < 2:
         whole, bucket = footprint.reducing, footprint.reducing_bucket
         if parameters <= footprint.bucket_elements:
@@ -115,15 +126,33 @@ def transient_bytes(footprint: Footprint, layout: PlannedLayout, parameters: int
         buckets = 2 * size * footprint.bucket_elements
         flat = size * full + (sent * full if sent != size else 0.0)
         return TransientBytes(0.0, 0.0, buckets, buckets + flat)
-    bucket, most = sent * footprint.bucket_elements, footprint.gathered_elements
+    bucket = sent * footprint.bucket_elements
     if footprint.keeps_gathered and layout.pipeline > 1:
         return TransientBytes(4.0 * parameters, 0.0, size * parameters, size * parameters)
-    gathered, still_gathered = min(parameters, most), min(parameters - full, most)
+    still_gathered = min(parameters - full, gathered)
     return TransientBytes(
         gradients=0.0,
         reducing=0.0,
-        buffers=bucket + size * gathered,
+        buffers=bucket + size * min(parameters, gathered),
         reducing_buffers=bucket + size * still_gathered + sent * full,
+    )
+
+
+@once_per_job
+def most_gathered(job: Job) -> float:
+    """Return the most elements that ZeRO-3 gathers at once.
+
+    DeepSpeed's limit holds for prefetching only: the current module is always gathered whole. The
+    experts of a layer are one module. Stacks without DeepSpeed's buckets have no such modules.
+    """
+    footprint, model, layout = job.footprint, job.model, job.layout
+    if not footprint.bucket_elements:
+        return footprint.gathered_elements
+    return max(
+        footprint.gathered_elements,
+        table_parameters(model, layout.tensor),
+        routed_parameters(model, layout.tensor, layout.expert),
+        model.hidden_size * model.gate_and_up_size // layout.tensor,
     )
 
 
@@ -467,7 +496,9 @@ def peak_candidates(job: Job, stage: int, parameters: int) -> list[Moment]:
         in_forward = most_activations(job, stage, forward_of_zb_v=True)
     is_grouped = layout.zero_stage == 2 and not job.shards_in_passes
     passing = (
-        grouped_bytes(job, stage) if is_grouped else transient_bytes(footprint, layout, parameters)
+        grouped_bytes(job, stage)
+        if is_grouped
+        else transient_bytes(footprint, layout, parameters, most_gathered(job))
     )
     # During the first micro-batch only the newest weight gradients exist. A step that has no more
     # micro-batches than are in flight reaches its peak in the first one.
