@@ -1,6 +1,7 @@
 """Racks of GPUs, matmuls in 8 and 4 bits, and tables of runs that name their models."""
 
 import csv
+import itertools
 import re
 from collections import Counter
 from dataclasses import replace
@@ -410,6 +411,29 @@ def test_a_recipe_is_planned_for_a_rack() -> None:
         recipe, cluster = recipe_on_cluster(path, [], **options)
         times[name] = seconds(job_of(recipe, Machine.of_cluster(cluster)))
     assert times.pop("H100") > max(times.values()) and times["GB300"] < times["GB200"]
+
+
+@pytest.mark.parametrize("gpu", ["H100", "B200"])
+def test_the_own_fp8_gathers_inputs_as_bytes_and_expands_latents_in_16_bits(gpu: str) -> None:
+    path, width = REPOSITORY / "recipes" / "deepseek" / "v3.toml", (1 + 4 / 128) / 2
+    passes = {}
+    for precision, recompute in itertools.product(("weights", "fp8"), ("none", "selective")):
+        keys = ["layout.tensor=2", "layout.sequence_parallel=true"]
+        keys += [f'training.matmul_precision="{precision}"', f"layout.recompute={recompute}"]
+        recipe, cluster = recipe_on_cluster(path, keys, gpu=gpu)
+        job = block.block_job(job_of(recipe, Machine.of_cluster(cluster)))
+        passes[precision, recompute] = block.block_passes(job)
+    wide, narrow = passes["weights", "none"], passes["fp8", "none"]
+    for part, ratio in (
+        ("forward", (1 + width) / 2), ("backward", (2 + width) / 3), ("weights", width),
+    ):  # fmt: skip
+        seconds = (getattr(each, part).tensor for each in (narrow, wide))
+        assert next(seconds) == pytest.approx(ratio * next(seconds))
+    again = [
+        passes[precision, "selective"].total - passes[precision, "none"].total
+        for precision in ("weights", "fp8")
+    ]
+    assert again[1] == pytest.approx(again[0]) and again[0] > 0
 
 
 @pytest.mark.parametrize(("gpu", "kind"), [("H100", "fp8-tiles"), ("B200", "fp8-dequantized")])

@@ -391,7 +391,8 @@ def block_passes(job: Job) -> ForwardBackward:
     back += recomputing
     # The backward pass has three collectives for every two of the forward pass. One of the three
     # gathers an input again for the gradient of a weight.
-    gathered = tensor_backward / 3 if layout.sequence_parallel else 0.0
+    width = gathered_width(job)
+    gathered = tensor_backward * width / (2 + width) if layout.sequence_parallel else 0.0
     weights = PassTime(matmuls_of_weights / software.kernel_efficiency, gathered)
     if job.shards_in_passes:
         ahead, back = _with_shards(job, ahead, back)
@@ -431,16 +432,20 @@ def _matmuls(job: Job) -> MatmulTime:
     """
     model, t = job.model, job.layout.tensor
     tokens, h = tokens_per_micro_batch(model, job.layout), model.hidden_size
+    times: list[MatmulTime] = []
     if model.latent is None:
         shapes = [
             (tokens, h, (model.query_size + 2 * model.key_value_size) // t, 1),
             (tokens, model.query_size // t, h, 1),
         ]
     else:
-        shapes = _latent_shapes(job)
+        latents = _latent_shapes(job)
+        if has_own_fp8(job):
+            times.append(_matmul(replace(job, quantization=None), latents.pop("kv_up")))
+        shapes = list(latents.values())
     if model.mlp_size:
         shapes += _mlp_shapes(job)
-    times = [_matmul(job, shape) for shape in shapes]
+    times += [_matmul(job, shape) for shape in shapes]
     if model.experts is not None:
         of_experts = _expert_shapes(job)
         if job.matmul_format == "fp8-tiles":  # one grouped matmul, which has no scales of tiles
@@ -457,18 +462,23 @@ def _matmuls(job: Job) -> MatmulTime:
 MatmulShape = tuple[int, int, int, int]  # rows, inner, columns, number of equal matmuls
 
 
-def _latent_shapes(job: Job) -> list[MatmulShape]:
+def has_own_fp8(job: Job) -> bool:
+    """Return True if matmuls are in Threefold's FP8, which leaves the matrix `kv_up` in 16 bits."""
+    return job.matmul_format in ("fp8-tiles", "fp8-dequantized")
+
+
+def _latent_shapes(job: Job) -> dict[str, MatmulShape]:
     """Return the matmuls of latent attention; sequence parallelism divides those into latents."""
     model, layout = job.model, job.layout
     tokens, t = tokens_per_micro_batch(model, layout), layout.tensor
-    shapes: list[MatmulShape] = []
+    shapes: dict[str, MatmulShape] = {}
     for name, (columns, inner) in attention_matrices(model).items():
         if name in DOWN:
-            shapes.append((tokens // layout.sequence_ranks, inner, columns, 1))
+            shapes[name] = (tokens // layout.sequence_ranks, inner, columns, 1)
         elif name == "output":
-            shapes.append((tokens, inner // t, columns, 1))
+            shapes[name] = (tokens, inner // t, columns, 1)
         else:
-            shapes.append((tokens, inner, columns // t, 1))
+            shapes[name] = (tokens, inner, columns // t, 1)
     return shapes
 
 
@@ -476,12 +486,12 @@ def _up_projections(job: Job, names: tuple[str, ...]) -> float:
     """Return the forward time of these matrices of latent attention, or 0 without it."""
     if job.model.latent is None:
         return 0.0
-    ups = [
-        shape
-        for shape, name in zip(_latent_shapes(job), attention_matrices(job.model), strict=True)
+    wide = replace(job, quantization=None) if has_own_fp8(job) else job
+    return sum(
+        _matmul(wide if name == "kv_up" else job, shape).forward
+        for name, shape in _latent_shapes(job).items()
         if name in names
-    ]
-    return sum(_matmul(job, shape).forward for shape in ups)
+    )
 
 
 def _mlp_shapes(job: Job) -> list[MatmulShape]:
@@ -666,7 +676,8 @@ def _tensor_collectives(job: Job) -> tuple[float, float]:
     of an all-reduce; the shared experts have the collectives of an MLP. Norms of queries and keys
     over all heads sum two fp32 statistics per token, forward and backward. Gathers in 8 bits, which
     are one of the two collectives of the forward pass and two of the three of the backward pass,
-    take half as long.
+    take half as long. In Threefold's FP8, only the inputs are gathered in 8 bits, once in each pass
+    (`gathered_width`).
     """
     layout, software, model = job.layout, job.software, job.model
     row = tokens_per_micro_batch(model, layout) * model.hidden_size * BYTES[job.precision]
@@ -678,6 +689,9 @@ def _tensor_collectives(job: Job) -> tuple[float, float]:
     backward = forward * (1.5 if layout.sequence_parallel else 1.0)
     if layout.sequence_parallel and gathers_inputs_quantized(job):
         forward, backward = forward * 3 / 4, backward * 2 / 3
+    elif layout.sequence_parallel:
+        width = gathered_width(job)
+        forward, backward = forward * (1 + width) / 2, backward * (2 + width) / 3
     if model.qk_norm and model.qk_norm_over == "projection":
         statistics = tokens_per_micro_batch(model, layout) * 2 * BYTES["fp32"]
         summed = all_reduce_seconds(job.machine, statistics, ranks=layout.tensor, stride=1)
@@ -893,6 +907,16 @@ def gathers_inputs_quantized(job: Job) -> bool:
         and quantization.kind == "fp8-tensor"
         and job.software.gathers_quantized
     )
+
+
+def gathered_width(job: Job) -> float:
+    """Return the bytes of an input that tensor ranks gather in Threefold's FP8.
+
+    They are relative to the job's precision, and 1 without this FP8.
+    """
+    if job.quantization is None or not has_own_fp8(job):
+        return 1.0
+    return job.quantization.format.bytes_per_element / BYTES[job.precision]
 
 
 def weight_bytes(job: Job) -> float:
