@@ -1,12 +1,15 @@
 """The hidden part of the data ranks' communication, against a simulation bucket by bucket."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
-from threefold.config.loading import DEFAULT_RECIPE, load_recipe
+from threefold.config.loading import DEFAULT_RECIPE, REPOSITORY, load_recipe
 from threefold.pipeline.gradients import MAX_RUNNING
-from threefold.plan.job import DEFAULT_CLUSTER, Machine, job_of
+from threefold.pipeline.schedules import SCHEDULES
+from threefold.plan.job import DEFAULT_CLUSTER, Machine, PlannedLayout, job_of
+from threefold.plan.time.step import step_time
 from threefold.plan.time.update import (
     DataTraffic,
     data_time,
@@ -78,12 +81,41 @@ def test_groups_of_micro_batches_hide_reductions(
 
 def test_the_last_reduction_of_interleaved_chunks_is_that_of_one_chunk() -> None:
     whole = DataTraffic(reduced=0.8, buckets=8)
-    chunks = DataTraffic(reduced=0.8, buckets=8, virtual_stages=4, stages=4)
+    chunks = DataTraffic(reduced=0.8, buckets=8, virtual_stages=4, in_a_row=4)
     assert whole.exposed_reductions(1.0) == pytest.approx(0.1)  # the last bucket
     assert chunks.exposed_reductions(1.0) == pytest.approx(0.1)
     slow = DataTraffic(reduced=4.0, buckets=8)
-    slow_chunks = DataTraffic(reduced=4.0, buckets=8, virtual_stages=4, stages=4)
+    slow_chunks = DataTraffic(reduced=4.0, buckets=8, virtual_stages=4, in_a_row=4)
     assert slow_chunks.exposed_reductions(1.0) < slow.exposed_reductions(1.0) / 3
+
+
+@pytest.mark.parametrize("reduced", [0.2, 1.2, 4.0])
+def test_only_passes_for_gradients_of_weights_hide_the_last_reduction(reduced: float) -> None:
+    """ZB-H1 ends with such a pass, and ZB-V's first stage with those of two chunks, W B W."""
+    zb_h1 = DataTraffic(reduced=reduced, buckets=16)
+    expected = simulated([0.4, reduced], 16) - 0.4
+    assert zb_h1.exposed_reductions(1.0, 0.4) == pytest.approx(expected)
+    now = link = 0.0
+    for _ in range(2):
+        for _ in range(8):
+            now += 0.2 / 8
+            link = max(link, now) + reduced / 16
+        now += 0.3
+    zb_v = DataTraffic(reduced=reduced, buckets=16, virtual_stages=2)
+    assert zb_v.exposed_reductions(1.0, 0.4) == pytest.approx(link - (now - 0.3), abs=0.05)
+
+
+def test_the_plan_of_a_zero_bubble_schedule_hides_less_of_its_reductions() -> None:
+    recipe = load_recipe(REPOSITORY / "recipes" / "llama" / "405b.toml")
+    job = job_of(recipe, Machine.of_cluster(recipe.cluster))
+    sizes = {"tensor": 8, "pipeline": 4, "context": 1, "data": 64}
+    seconds = {}
+    for schedule in ("1f1b", "zb-h1", "zb-v"):
+        virtual_stages = SCHEDULES[schedule].virtual_stages
+        layout = PlannedLayout(**sizes, schedule=schedule, virtual_stages=virtual_stages)
+        other = replace(job, layout=layout, global_sequences=8 * layout.data)
+        seconds[schedule] = step_time(other).data
+    assert seconds["1f1b"] < seconds["zb-v"] < seconds["zb-h1"]
 
 
 def test_a_cpu_hides_nothing() -> None:

@@ -83,7 +83,7 @@ def step_time(job: Job) -> StepTime:
     )
     filling = 2 * (layout.pipeline - 1) * transfer
     bubble = waiting_for_stages(job, stages) + filling
-    data = data_time(job, backward.total)
+    data = data_time(job, backward.total, slowest.weights.total)
     optimizer = optimizer_time(job)
     hidden = hidden_by_pairs(job, stages.index(slowest), slowest)
     running = job.micro_batches * slowest.total - hidden

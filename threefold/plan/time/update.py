@@ -13,6 +13,7 @@ from models.cost import (
 )
 from threefold.config.deepspeed_json import BYTES
 from threefold.gpus.datasheet import Gpu
+from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.job import Job
 from threefold.plan.software import RUNNING_BUCKETS
 from threefold.plan.stage_contents import (
@@ -53,8 +54,9 @@ class DataTraffic:
         buckets: number of buckets that these are divided into
         groups: reductions of all gradients in a step
         every: micro-batches per group
-        virtual_stages: number of chunks of an interleaved schedule; 1 for others
-        stages: number of stages; an interleaved chunk also runs this many micro-batches in a row
+        virtual_stages: number of chunks of a stage
+        in_a_row: micro-batches that a chunk runs in a row: as many as an interleaved schedule has
+            stages; 1 for others
         alternating: forward passes run between the backward passes, unlike in GPipe
     """
 
@@ -65,7 +67,7 @@ class DataTraffic:
     groups: int = 1
     every: int = 1
     virtual_stages: int = 1
-    stages: int = 1
+    in_a_row: int = 1
     alternating: bool = True
 
     @property
@@ -73,30 +75,35 @@ class DataTraffic:
         """Seconds of all sums of gradients in a step."""
         return self.groups * self.reduced + self.between
 
-    def exposed_reductions(self, backward: float) -> float:
+    def exposed_reductions(self, backward: float, weights: float | None = None) -> float:
         """Return the seconds of `reductions` that Threefold's engine cannot hide.
 
-        The last group's buckets are reduced during its last backward pass, and nothing follows. The
-        passes of the next group hide an earlier group, too. After a pass has started a third
-        reduction, it waits for the first one. The chunks of an interleaved schedule with several
-        micro-batches in a row have no such limit.
+        The last group's buckets are reduced during its last backward pass, or the last pass for
+        gradients of weights, and nothing follows. If a stage has chunks, it is the pass of one
+        chunk. The passes of the next group hide an earlier group, too. After a pass has started a
+        third reduction, it waits for the first one. The chunks of an interleaved schedule with
+        several micro-batches in a row have no such limit.
 
         Args:
             backward: seconds of a micro-batch's backward pass through the stage; a forward pass is
                 assumed to take half as long
+            weights: seconds of the part of `backward` that runs as a separate pass for gradients of
+                weights; None: the schedule has no such passes
         """
+        ending = backward if weights is None else weights
         buckets = max(1, self.buckets // self.virtual_stages)
-        passing, of_chunk = backward / self.virtual_stages, self.reduced / self.virtual_stages
+        passing, of_chunk = ending / self.virtual_stages, self.reduced / self.virtual_stages
         last = exposed_after(passing, (of_chunk, self.between / self.virtual_stages), buckets)
         if self.virtual_stages > 1:  # the last passes of the next chunk hide the sums of this one
-            last += (self.virtual_stages - 1) * max(0.0, of_chunk - self.stages * passing)
+            until_next = self.in_a_row * backward / self.virtual_stages
+            last += (self.virtual_stages - 1) * max(0.0, of_chunk - until_next)
         if self.groups == 1:
             return last
-        in_a_row = self.virtual_stages > 1 and self.every > 1
-        running = buckets if in_a_row else min(RUNNING_BUCKETS, buckets)
+        is_limited = self.in_a_row == 1 or self.every == 1
+        running = min(RUNNING_BUCKETS, buckets) if is_limited else buckets
         forward = backward / 2 if self.alternating else 0.0
         of_group = self.every * (forward + backward)
-        until_next = of_group - backward + backward / self.buckets  # until a bucket is complete
+        until_next = of_group - ending + ending / self.buckets  # until a bucket is complete
         drained = min(running * of_chunk / buckets, until_next / self.virtual_stages)
         outlasting = exposed_after(passing, (of_chunk,), buckets) - drained
         earlier = max(0.0, self.virtual_stages * outlasting, self.reduced - of_group)
@@ -121,28 +128,34 @@ def exposed_after(passing: float, collectives: Sequence[float], buckets: int) ->
     return sum(of_bucket) + (buckets - 1) * max(of_bucket) - passing
 
 
-def data_time(job: Job, last_backward: float) -> float:
+def data_time(job: Job, backward: float, weights: float = 0.0) -> float:
     """Return the exposed seconds of reducing gradients and gathering new weights in a step.
 
-    The last backward pass can hide the reduction, and the first forward pass the gathering. For
+    The last backward pass can hide the reduction, and the first forward pass the gathering. With
+    separate passes for gradients of weights, only the last of these can hide the reduction. For
     Threefold, this is computed bucket by bucket, except on a CPU, where the same cores run passes
     and collectives. For other stacks, a fitted share of these two passes is hidden.
 
     ZeRO-3 communicates in every pass, and DeepSpeed's own ZeRO-2 reduces in every backward pass;
     the times of the passes include that.
+
+    Args:
+        backward: seconds of a micro-batch's backward pass through the stage
+        weights: seconds of the part of `backward` for gradients of weights
     """
     layout, software = job.layout, job.software
     if layout.dp_cp_size == 1 or layout.zero_stage == 3:
         return 0.0
     traffic = data_traffic(job)
     if not software.reduces_in_groups:
-        hidden = min(traffic.reduced, last_backward) * software.data_overlap
-        hidden += min(traffic.gathered, last_backward / 2) * software.gather_overlap
+        hidden = min(traffic.reduced, backward) * software.data_overlap
+        hidden += min(traffic.gathered, backward / 2) * software.gather_overlap
         return traffic.reductions + traffic.gathered - hidden
     if job.machine.gpu.device == "cpu":
         return traffic.reductions + traffic.gathered
-    reductions = traffic.exposed_reductions(last_backward)
-    gathering = traffic.exposed_gathering(last_backward / 2)
+    splits = SCHEDULES[layout.schedule].splits
+    reductions = traffic.exposed_reductions(backward, weights if splits else None)
+    gathering = traffic.exposed_gathering(backward / 2)
     return (
         software.data_overlap * reductions
         + (1 - software.data_overlap) * traffic.reductions
@@ -229,8 +242,8 @@ def _in_buckets(
         buckets=max(1, ceil(parameters / job.footprint.group_bucket_elements)),
         groups=ceil(job.micro_batches / every),
         every=every,
-        virtual_stages=layout.virtual_stages if layout.schedule == "interleaved" else 1,
-        stages=layout.pipeline,
+        virtual_stages=layout.virtual_stages,
+        in_a_row=layout.pipeline if layout.schedule == "interleaved" else 1,
         alternating=layout.schedule != "gpipe",
         reduced=reduced,
         between=between,
