@@ -37,6 +37,7 @@ from threefold.config.loading import (
 )
 from threefold.config.recipe import Recipe
 from threefold.gpus.datasheet import FOLDER, gpus, gpus_of_name, load_gpu, read_gpu
+from threefold.pipeline.balance import pass_proportions
 from threefold.pipeline.gradients import MAX_RUNNING
 from threefold.pipeline.schedules import SCHEDULES, Pipeline, min_micro_batches
 from threefold.pipeline.simulation import pipeline_seconds
@@ -93,12 +94,20 @@ from threefold.plan.software import (
 )
 from threefold.plan.stage_contents import stage_parameters, table_parameters
 from threefold.plan.time.block import (
+    ForwardBackward,
+    PassTime,
     all_reduce_seconds,
     gather_seconds,
     matmul_seconds,
     transfer_seconds,
 )
-from threefold.plan.time.step import step_time, timeline_of
+from threefold.plan.time.step import (
+    MAX_WHOLE_STAGES,
+    simulated_wait,
+    step_time,
+    timeline_of,
+    zero_bubble_v_wait,
+)
 from threefold.plan.time.update import data_traffic, optimizer_time
 
 PUBLISHED = REPOSITORY / "benchmarks" / "planner_accuracy"
@@ -651,6 +660,23 @@ def test_the_formula_of_every_schedule_is_the_simulation(name: str, schedule: st
     for recompute in ("none", "full"):
         other = replace(job, layout=replace(layout, recompute=recompute))
         assert bubble_error(other) < (0.05 if schedule == "zb-v" else 0.03)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("stages", "micro_batches"), [(8, 8), (8, 12), (16, 16), (16, 20)])
+def test_a_zb_v_step_of_few_micro_batches_is_the_simulation(
+    stages: int, micro_batches: int, recompute: str
+) -> None:
+    _, job = planned("llama/405b")
+    layout = PlannedLayout(pipeline=stages, schedule="zb-v", virtual_stages=2, recompute=recompute)
+    job = replace(job, layout=layout, global_sequences=micro_batches)
+    proportions = pass_proportions(job.model, recompute)
+    forward, backward, weights = proportions
+    stage = ForwardBackward(PassTime(forward), PassTime(backward + weights), PassTime(weights))
+    exact = simulated_wait(stages, micro_batches, proportions, proportions)
+    error = zero_bubble_v_wait(job, stage) - exact
+    step = exact + micro_batches * stage.total
+    assert abs(error / step) < (0.05 if stages > MAX_WHOLE_STAGES else 1e-6)
 
 
 def bubble_error(job: Job) -> float:

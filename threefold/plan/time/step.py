@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache, reduce
-from math import log2
+from math import ceil, log2
 from operator import add
 
 from models.config import ModelConfig
@@ -31,6 +31,7 @@ from threefold.plan.time.update import data_time, optimizer_time
 
 MAX_SIMULATED_STAGES = 4
 MAX_SIMULATED_ROUNDS = 2  # a round has one micro-batch per stage
+MAX_WHOLE_STAGES = 8  # of a pipeline with fewer rounds that is simulated as it is, in 40 ms
 
 Lengths = tuple[int, int, int]  # of a forward, a backward and a weight-gradient pass
 
@@ -172,17 +173,20 @@ def waiting_for_stages(job: Job, stages: Sequence[ForwardBackward]) -> float:
 def zero_bubble_v_wait(job: Job, stage: ForwardBackward) -> float:
     """Return the idle seconds of a ZB-V step if all stages take as long as `stage`.
 
-    The idle time grows in proportion to p - 1 and does not depend on the number of micro-batches,
-    so the simulation uses few stages and micro-batches.
+    The idle time grows about in proportion to p - 1, and hardly with the number of micro-batches
+    from two per stage on, so the simulation uses few stages and, in proportion, micro-batches.
     """
-    p, m = min(job.layout.pipeline, MAX_SIMULATED_STAGES), job.micro_batches
+    p, m = job.layout.pipeline, job.micro_batches
+    if p > MAX_WHOLE_STAGES or m >= MAX_SIMULATED_ROUNDS * p:
+        p = min(p, MAX_SIMULATED_STAGES)
+        m = min(ceil(m * p / job.layout.pipeline), MAX_SIMULATED_ROUNDS * p)
     lengths = (
         round(PROPORTION_UNITS * stage.forward.total / stage.total),
         round(PROPORTION_UNITS * (stage.backward.total - stage.weights.total) / stage.total),
         round(PROPORTION_UNITS * stage.weights.total / stage.total),
     )
     proportions = pass_proportions(job.model, job.layout.recompute)
-    waited = simulated_wait(p, min(m, MAX_SIMULATED_ROUNDS * p), proportions, lengths)
+    waited = simulated_wait(p, m, proportions, lengths)
     return max(0.0, waited) / sum(lengths) * stage.total * (job.layout.pipeline - 1) / (p - 1)
 
 
