@@ -97,6 +97,8 @@ from threefold.plan.time.block import (
     ForwardBackward,
     PassTime,
     all_reduce_seconds,
+    block_job,
+    block_passes,
     gather_seconds,
     matmul_seconds,
     transfer_seconds,
@@ -146,6 +148,26 @@ def test_the_gradient_of_the_head_is_summed_in_fp32_if_it_has_many_parts() -> No
     with mock.patch.object(cost, "MAX_PARTS_IN_16_BITS", 0):
         in_fp32 = loss_in_parts_bytes(job)
     assert in_fp32 - usual == 2 * table_parameters(job.model, job.layout.tensor)
+
+
+def test_zero_3_gathers_and_reduces_the_embedding_and_the_head() -> None:
+    """Without overlap, each table is gathered twice and its gradient reduced; a tied one once."""
+    settings = ("layout.tensor=1", "batch.global_sequences=1024")
+    _, job = planned("llama/8b", *settings, "deepspeed=ds_configs/zero3_bf16.json")
+    job = replace(job, software=replace(job.software, shard_overlap=0.0))
+    ranks, table = job.layout.dp_cp_size, table_parameters(job.model, 1)
+    sizes = 2, 2, job.software.gradient_bytes
+    messages = job.software.messages_per_block
+    expected = sum(
+        gather_seconds(job.machine, size * table, ranks=ranks, stride=1, messages=messages)
+        for size in sizes
+    )
+    for tied in (False, True):
+        other = replace(job, model=replace(job.model, tie_embeddings=tied))
+        block = block_passes(block_job(other))
+        ends = step_time(other).tensor / other.micro_batches
+        ends -= (block.forward.tensor + block.backward.tensor) * job.model.layers
+        assert ends == pytest.approx((1 if tied else 2) * expected)
 
 
 @pytest.mark.parametrize("name", ["llama/8b", "deepseek/v3"])

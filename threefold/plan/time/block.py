@@ -28,11 +28,12 @@ from threefold.gpus.datasheet import Gpu
 from threefold.pipeline.schedules import SCHEDULES
 from threefold.plan.job import Job, Machine, PlannedLayout
 from threefold.plan.memory.activations import bytes_of_blocks
-from threefold.plan.software import OperandFormat, Quantization
+from threefold.plan.software import THREEFOLD, OperandFormat, Quantization
 from threefold.plan.stage_contents import (
     exchanged_rows,
     reached_keys_of,
     routed_rows,
+    table_parameters,
     tokens_per_micro_batch,
 )
 
@@ -395,7 +396,9 @@ def block_passes(job: Job) -> ForwardBackward:
     gathered = tensor_backward * width / (2 + width) if layout.sequence_parallel else 0.0
     weights = PassTime(matmuls_of_weights / software.kernel_efficiency, gathered)
     if job.shards_in_passes:
-        ahead, back = _with_shards(job, ahead, back)
+        parameters = block_parameters(job.model, layout.tensor, layout.expert)
+        routed = routed_parameters(job.model, layout.tensor, layout.expert)
+        ahead, back = _with_shards(job, ahead, back, parameters, routed)
     return ForwardBackward(ahead, back, weights)
 
 
@@ -850,17 +853,21 @@ def _window_exchanges(job: Job, core: float, core_backward: float) -> tuple[floa
     return max(0.0, exchanged - own * core), max(0.0, exchanged - own * core_backward) + returned
 
 
-def _with_shards(job: Job, ahead: PassTime, back: PassTime) -> tuple[PassTime, PassTime]:
+def _with_shards(
+    job: Job, ahead: PassTime, back: PassTime, parameters: int, routed: int = 0
+) -> tuple[PassTime, PassTime]:
     """Add the communication of weights (ZeRO-3) and gradients sharded over the data ranks.
 
     ZeRO-3 gathers the weights before both passes and reduces the gradients after the backward pass
     (Rajbhandari et al. 2020, arXiv 1910.02054, section 7.2.2). Weights that are released between
     the recomputation and the backward pass of a block are gathered a third time. Experts are
     gathered among the ranks with the same experts.
+
+    Args:
+        parameters: of the block, or of an embedding or head
+        routed: number of `parameters` that belong to experts
     """
     layout, software = job.layout, job.software
-    parameters = block_parameters(job.model, layout.tensor, layout.expert)
-    routed = routed_parameters(job.model, layout.tensor, layout.expert)
     spans = (
         (parameters - routed, layout.dp_cp_size, layout.tensor),
         (routed, layout.dp_cp_size // layout.expert, layout.tensor * layout.expert),
@@ -960,6 +967,25 @@ def prediction_passes(job: Job) -> ForwardBackward:
         PassTime(ahead), PassTime(back, summed), PassTime(weights / efficiency, summed)
     )
     return embedding + module + block_passes(job.with_model(kind_of_predictions(model)))
+
+
+def sharded_end_passes(job: Job) -> tuple[ForwardBackward, ForwardBackward]:
+    """Return `end_passes` with the communication of ZeRO-3; tied tables are gathered once.
+
+    The numbers of other software stacks are fitted without it.
+    """
+    embedding, head = end_passes(job)
+    if job.layout.zero_stage != 3 or job.software.name != THREEFOLD.name:
+        return embedding, head
+    # Neither end is recomputed.
+    job = replace(job, layout=replace(job.layout, recompute="none"))
+    table = table_parameters(job.model, job.layout.tensor)
+
+    def gathered(end: ForwardBackward) -> ForwardBackward:
+        ahead, back = _with_shards(job, end.forward, end.backward, table)
+        return ForwardBackward(ahead, back, end.weights)
+
+    return embedding if job.model.tie_embeddings else gathered(embedding), gathered(head)
 
 
 @lru_cache(maxsize=4096)

@@ -22,9 +22,9 @@ from threefold.plan.time.block import (
     ForwardBackward,
     block_job,
     block_passes,
-    end_passes,
     gather_seconds,
     prediction_passes,
+    sharded_end_passes,
     transfer_seconds,
 )
 from threefold.plan.time.update import data_time, optimizer_time
@@ -219,7 +219,7 @@ def _with_ends(
         last: index of the part with the head
     """
     shared = block_job(job)
-    embedding, head = end_passes(shared)
+    embedding, head = sharded_end_passes(shared)
     of_kinds = [block_passes(shared.with_model(kind)) for kind in blocks]
     passes: dict[tuple[int, ...], ForwardBackward] = {}
     parts = []
