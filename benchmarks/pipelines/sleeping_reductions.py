@@ -100,7 +100,7 @@ class Setting:
             groups=-(-self.micro_batches // every),
             every=every,
             virtual_stages=way.virtual_stages,
-            stages=self.stages,
+            in_a_row=self.stages if way.schedule == "interleaved" else 1,
             alternating=way.schedule != "gpipe",
         )
 
