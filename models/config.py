@@ -274,7 +274,7 @@ class Experts:
     bias_update: float = 0.0
     """With `router = "sigmoid"`, amount by which each step raises the bias of an expert with fewer
     tokens of the global batch than the mean, and lowers that of one with more (arXiv 2408.15664,
-    algorithm 1), less the mean of the layer's changes; 0.001 is typical."""
+    algorithm 1). The mean of the layer's changes is then subtracted. 0.001 is typical."""
     balance_loss: float = 0.0
     """Factor of the loss that balances the experts, such as 0.01. It is defined per layer and
     sequence (arXiv 2412.19437, equation 17), so that it does not depend on the layout, and it is

@@ -113,6 +113,8 @@ def test_a_job_is_requeued_until_it_fails_twice_at_the_same_step(
     lines = (tmp_path / "run" / "attempts.jsonl").read_text().splitlines()
     assert [json.loads(line)["job"] for line in lines] == ["7", "7", "8", "7"]
     assert "was rejected" in python("slurm/attempts.py", "2", recipe, code=1)
+    with mock.patch.dict(os.environ, {"REQUEUE": "no"}):
+        assert "3; a rerun resumes after step 10" in python(*failed, job="9")
 
 
 def test_the_user_is_told_how_to_leave_a_broken_node_out(recipe: Path, tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ class _VocabParallelLoss(torch.autograd.Function):
         rows = _computed_rows(len(weight), vocab_size - tensor.rank * len(weight), weight.device)
         table = _Table(weight, weight[:rows], vocab_size, tensor, fuse, changes)
         if sums_head_in_fp32(labels.numel(), len(weight), weight.device.type):
-            table.type_of_sums = torch.float32
+            table.type_of_sums = torch.promote_types(weight.dtype, torch.float32)
         gradient_of_x, losses = [], []
         for depth, x in enumerate(inputs):
             of_depth = labels[..., depth] if labels.dim() == 3 else labels

@@ -179,7 +179,9 @@ def test_each_data_rank_reads_every_corpus(
         corpora: Counter[int] = Counter()
         for step in range(2, 100):
             samples = data.samples(step)
-            for share in data._shares(recipe, samples.start, len(samples), data._stay(step)):
+            for share in data._shares(
+                recipe, samples.start, len(samples), data._groups_per_turn(step)
+            ):
                 read[step] += share
                 corpora.update(corpus for corpus, _ in data._mixture(step).places_of(share))
         most, least = corpora.most_common()

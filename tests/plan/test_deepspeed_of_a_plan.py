@@ -80,7 +80,7 @@ def test_sums_of_fp16_are_compared_by_their_precision(
 def test_the_advice_names_replaced_settings(tmp_path: Path) -> None:
     file = write(tmp_path, communication_data_type="bf16")
     message = (
-        f"Layout 1 replaces {file} by ds_configs/zero1_fp32.json, which has other values of: "
+        f"Layout 1 replaces {file} with ds_configs/zero1_fp32.json, which has other values of: "
         f"communication_data_type; to keep yours, use a copy of {file} with "
         f"zero_optimization.stage = 1\n"
     )

@@ -1281,11 +1281,11 @@ def test_a_recipe_of_an_older_run_is_edited(tmp_path: Path) -> None:
         ),
         (
             ["data.separate_documents=true"],
-            "attention is counted over whole sequences, at the speed of the kernel for documents.",
+            "per document, at the speed of the kernel for documents (data.separate_documents).",
         ),
         (
             ["data.separate_documents=true", "model.attention_dropout=0.1"],
-            "attention is counted over whole sequences.",
+            "attention over whole sequences, not per document (data.separate_documents).",
         ),
     ],
 )

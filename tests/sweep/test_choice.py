@@ -240,7 +240,7 @@ def test_replaced_settings_of_a_json_are_named_once_per_zero_stage(tmp_path: Pat
     recipe = write(tmp_path / "small.toml", deepspeed=str(file))
     choice = choose(TrialRequest(recipes=[recipe], layouts="all"))
     assert {trial.job.layout.zero_stage for trial in choice.trials} == {1, 2, 3}
-    start = f"Each layout with ZeRO-{{}} replaces {file} by ds_configs/zero{{}}_fp32.json, which"
+    start = f"Each layout with ZeRO-{{}} replaces {file} with ds_configs/zero{{}}_fp32.json, which"
     assert [line.split(" has ")[0] for line in sorted(choice.replaced)] == [
         start.format(stage, stage) for stage in (2, 3)
     ]

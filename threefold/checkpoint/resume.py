@@ -409,9 +409,7 @@ def check_folder_is_shared(folder: Path, names: Sequence[str]) -> None:
     Raises:
         UserError: a rank sees another folder, or none.
     """
-    holders = _once_equal(
-        partial(holder_of, folder), "the ranks see different run folders; looking"
-    )
+    holders = _read_until_equal(partial(holder_of, folder), "the ranks see different run folders")
     other = _first_different(holders)
     if other:
         raise SharedError(
@@ -428,7 +426,7 @@ def _agreed(candidates: Callable[[], list[Path]]) -> list[Path]:
         listing[:] = candidates()
         return [path.name for path in listing]
 
-    everyones = _once_equal(names, "the ranks see different checkpoints; listing them")
+    everyones = _read_until_equal(names, "the ranks see different checkpoints")
     other = _first_different(everyones)
     if not other:
         return listing
@@ -439,13 +437,13 @@ def _agreed(candidates: Callable[[], list[Path]]) -> list[Path]:
     )
 
 
-def _once_equal(read: Callable[[], T], problem: str) -> list[T]:
+def _read_until_equal(read: Callable[[], T], problem: str) -> list[T]:
     """Return what each rank reads, once it is the same on all or the time is up; collective.
 
     NFS may show a folder as it was up to a minute ago, differently on each node.
 
     Args:
-        problem: what the ranks see, and what they do again, for a message
+        problem: what the ranks see, for a message
     """
     for number in range(MAX_LISTINGS):
         everyones = gathered(read())
@@ -453,7 +451,7 @@ def _once_equal(read: Callable[[], T], problem: str) -> list[T]:
             break
         if number == 0 and dist.get_rank() == 0:
             seconds = f"{MAX_LISTINGS * SECONDS_BETWEEN_TRIES:.0f} s"
-            print(f"{problem} again for up to {seconds}", file=sys.stderr, flush=True)
+            print(f"{problem}; trying again for up to {seconds}", file=sys.stderr, flush=True)
         time.sleep(SECONDS_BETWEEN_TRIES)
     return everyones
 

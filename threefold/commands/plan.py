@@ -238,14 +238,14 @@ def print_plan(
         if note := unused_rows(recipe):
             print(note)
     if recipe.data.separate_documents:
-        note = "data.separate_documents: attention is counted over whole sequences"
+        note = "The plan counts attention over whole sequences, not per document"
         if (
             own
             and own.software.limited_attention
             and not (own.writes_scores or own.model.attention_soft_cap)
         ):
             note += ", at the speed of the kernel for documents"
-        print(f"{note}.")
+        print(f"{note} (data.separate_documents).")
 
 
 def draw(recipe: Recipe, job: Job | None, options: argparse.Namespace) -> None:

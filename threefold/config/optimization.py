@@ -12,9 +12,10 @@ from threefold.config.sections import (
     MAX_COUNT,
     Count,
     NonNegative,
-    NonNegativeSequences,
+    NonNegativeScheduleLength,
     PathText,
     Probability,
+    ScheduleLength,
     Section,
     Sequences,
     Switch,
@@ -151,7 +152,7 @@ def is_of_a_phase(info: ValidationInfo) -> bool:
 class LearningRateSchedule(Section):
     """The learning rate over the steps."""
 
-    warmup_steps: NonNegativeSequences
+    warmup_steps: NonNegativeScheduleLength
     """Steps over which the learning rate rises linearly to its peak; 0: no warm-up."""
 
     decay: Literal["cosine", "linear", "wsd", "constant"]
@@ -160,12 +161,12 @@ class LearningRateSchedule(Section):
     falls as `decay_shape` says; "constant" does not fall, for example because a later `[[phase]]`
     decays the learning rate."""
 
-    steps: Sequences | None = None
+    steps: ScheduleLength | None = None
     """Steps of the schedule, from its first step to the end of the decay. Leave it out to use all
     steps of the run (`training.steps`), or those before the next `[[phase]]` with a schedule. A
     shorter run trains the first steps of the schedule; a longer one continues at the minimum."""
 
-    decay_steps: NonNegativeSequences = 0
+    decay_steps: NonNegativeScheduleLength = 0
     """Steps of the decay, only for `decay = "wsd"`, which requires it."""
 
     decay_shape: Literal["linear", "sqrt", "cosine"] = "linear"
@@ -182,7 +183,7 @@ class LearningRateSchedule(Section):
     """Learning rate at the last step of the schedule; at most `optimizer.learning_rate`."""
 
 
-MAX_AVERAGE_DECAY = 0.9999  # beyond it, rounding keeps an fp32 average in place
+MAX_AVERAGE_DECAY = 0.9999  # above it, rounding in fp32 would lose most updates
 
 
 class Average(Section):
@@ -195,8 +196,8 @@ class Average(Section):
 
     decay: Annotated[float, Field(gt=0, lt=1)]
     """Share of the average that stays in each averaging: average = decay x average +
-    (1 - decay) x weight. The average covers about 1 / (1 - decay) averagings; 0.999 and 0.9999, the
-    largest one, are usual."""
+    (1 - decay) x weight. The average covers about 1 / (1 - decay) averagings. Typical values are
+    0.999 and 0.9999; 0.9999 is the maximum."""
 
     start_step: NonNegative = 0
     """Updates before the averaging begins; until then the average is equal to the weights. With 0,

@@ -25,7 +25,8 @@ Sequences = Annotated[int, Field(ge=1, le=MAX_SEQUENCES)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 PathText = Annotated[str, Field(min_length=1)]  # "" would mean the repository
 NonNegative = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-NonNegativeSequences = Annotated[int, Field(ge=0, le=MAX_SEQUENCES)]
+ScheduleLength = Sequences  # or steps
+NonNegativeScheduleLength = Annotated[int, Field(ge=0, le=MAX_SEQUENCES)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
 # 1 equals True in Python, so a number has to become something else before it is compared.
 Switch = Annotated[

@@ -276,7 +276,7 @@ class TrainingData:
     def micro_batches(self, step: int) -> Iterator[MicroBatch]:
         """Yield this data rank's micro-batches of training step 1, 2, ..."""
         recipe, samples = self.phase_plan.at(step).recipe, self.samples(step)
-        for share in self._shares(recipe, samples.start, len(samples), self._stay(step)):
+        for share in self._shares(recipe, samples.start, len(samples), self._groups_per_turn(step)):
             windows = self._windows(share, step)
             further = recipe.model.prediction_depth
             yield self._micro_batch(recipe, windows, MaskKey(self.seed, share), further=further)
@@ -409,7 +409,7 @@ class TrainingData:
         most = total = 0
         samples_of_step = self.samples(step)
         first, count = samples_of_step.start, len(samples_of_step)
-        for samples in self._shares(recipe, first, count, self._stay(step)):
+        for samples in self._shares(recipe, first, count, self._groups_per_turn(step)):
             lengths = self._document_lengths(recipe, self._windows(samples, step))
             work = rank_work(model.sequence_length, self.context_size, lengths)
             most, total = most + max(work), total + sum(work)
@@ -421,21 +421,24 @@ class TrainingData:
         places = self._mixture(step).places_of(samples)
         return [(sources[source], index) for source, index in places]
 
-    def _shares(self, recipe: Recipe, first: int, count: int, stay: int = 0) -> Iterator[range]:
+    def _shares(
+        self, recipe: Recipe, first: int, count: int, groups_per_turn: int = 0
+    ) -> Iterator[range]:
         """Yield the samples of this data rank, of `count` from `first` on, per micro-batch.
 
-        stay: groups of one micro-batch per data rank after which the ranks change their places in a
-            group; 0: never
+        Args:
+            groups_per_turn: groups, of one micro-batch per data rank, after which each rank takes
+                the next place in a group; 0: never
         """
         size = recipe.batch.micro_sequences
         group_size = size * self.data_size
         for group in range(first, first + count, group_size):
-            moves = group // group_size // stay if stay else 0
-            sample = group + (self.data_rank + moves) % self.data_size * size
+            turns = group // group_size // groups_per_turn if groups_per_turn else 0
+            sample = group + (self.data_rank + turns) % self.data_size * size
             yield range(sample, sample + size)
 
-    def _stay(self, step: int) -> int:
-        """Return the groups after which data ranks change their places in a step's mixture.
+    def _groups_per_turn(self, step: int) -> int:
+        """Return the `groups_per_turn` of a step's mixture.
 
         The corpora repeat after a period. If its length and the number of data ranks have a common
         factor, a rank in a fixed place would always read the same ones of the period's samples, for

@@ -83,7 +83,7 @@ def replacement_text(recipe: Recipe, plan: Plan, layouts: str) -> str:
     if not replaced:
         return ""
     return (
-        f"{layouts} replaces {recipe.deepspeed} by {deepspeed_of(recipe, plan)}, which has other "
+        f"{layouts} replaces {recipe.deepspeed} with {deepspeed_of(recipe, plan)}, which has other "
         f"values of: {', '.join(replaced)}; to keep yours, use a copy of {recipe.deepspeed} with "
         f"zero_optimization.stage = {plan.job.layout.zero_stage}"
     )

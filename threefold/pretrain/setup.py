@@ -204,7 +204,7 @@ def join(
     hosts = gathered(socket.gethostname())
     supervisor.name_hosts(hosts)
     check_placement(experiment.dims, hosts)
-    if len(set(hosts)) > 1:
+    with crumb.waiting_for_disk("comparing the run folders of the nodes"):
         check_folder_is_shared(folder.path, supervisor.names)
     crumb.note("comparing the files of the nodes")
     check_files(experiment, data, supervisor.names)

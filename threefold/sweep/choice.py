@@ -124,12 +124,14 @@ def choose(request: TrialRequest) -> Choice:
     choice, seen = Choice(), set()
     for combination in combinations(request, grid):
         with rejected_if_invalid(choice, combination):
-            for recipe in recipes_of(combination, layouts, request.top, choice):
+            for recipe, replaced in recipes_of(combination, layouts, request.top, choice.ruled_out):
                 with rejected_if_invalid(choice, combination):
                     trial = trial_of(recipe, request, source=str(short(combination.path)))
                     if trial.key not in seen:
                         seen.add(trial.key)
                         add(choice, trial, str(combination))
+                        if trial in choice.trials[-1:] and replaced not in ("", *choice.replaced):
+                            choice.replaced.append(replaced)
     if not choice.trials:
         raise UserError(nothing_to_run(choice))
     choice.trials.sort(key=lambda trial: (trial.workers, trial.planned_seconds))
@@ -227,13 +229,14 @@ def values_of_setting(setting: str) -> list[str]:
 
 
 def recipes_of(
-    combination: Combination, layouts: str, top: int, choice: Choice
-) -> Iterator[Recipe]:
+    combination: Combination, layouts: str, top: int, ruled_out: Counter[str]
+) -> Iterator[tuple[Recipe, str]]:
     """Yield the recipes of a combination's first phase, one for each layout to measure.
 
+    Each comes with a sentence about the settings of a DeepSpeed JSON that it replaces, or "".
+
     Layout keys that the settings name keep their values; the planner chooses the other keys. If no
-    planned layout has these values, the recipe's own layout is yielded. Numbers of layouts that are
-    left out and replaced settings are noted in `choice`.
+    planned layout has these values, the recipe's own layout is yielded.
 
     Raises:
         UserError: the combination is not valid.
@@ -241,7 +244,7 @@ def recipes_of(
     whole = combination.recipe()
     recipe = PhasePlan(whole).recipe_of(FIRST_PHASE)
     if layouts == "own":
-        yield recipe
+        yield recipe, ""
         return
     assert recipe.cluster is not None
     require_auto(recipe, "the sweep tries other layouts")
@@ -253,7 +256,7 @@ def recipes_of(
         # The recipe's own layout has the values of --set. Trying it tells why the planner has no
         # such layout: it is not valid, does not fit, or is of a kind that the planner does not try,
         # such as GPipe.
-        yield recipe
+        yield recipe, ""
         return
     top = ALL if layouts == "all" else top
     result.plans = []
@@ -261,15 +264,13 @@ def recipes_of(
     plans = result.plans
     for reason, count in result.rejected.items():
         if reason in (TOO_LARGE_FOR_GPU, TOO_LARGE_FOR_HOST, INVALID_IN_RUN):
-            choice.ruled_out[reason] += count
+            ruled_out[reason] += count
     if result.problem:
         raise UserError(result.problem)
     for plan in plans[:top]:
         layouts_of_stage = f"Each layout with ZeRO-{plan.job.layout.zero_stage}"
         replaced = replacement_text(recipe, plan, layouts_of_stage)
-        if replaced and replaced not in choice.replaced:
-            choice.replaced.append(replaced)
-        yield in_layout(recipe, plan, recipe.name)
+        yield in_layout(recipe, plan, recipe.name), replaced
 
 
 def agrees(recipe: Recipe, plan: Plan, keys: Sequence[str]) -> bool:

@@ -392,7 +392,7 @@ def block_passes(job: Job) -> ForwardBackward:
     back += recomputing
     # The backward pass has three collectives for every two of the forward pass. One of the three
     # gathers an input again for the gradient of a weight.
-    width = gathered_width(job)
+    width = gathered_size_ratio(job)
     gathered = tensor_backward * width / (2 + width) if layout.sequence_parallel else 0.0
     weights = PassTime(matmuls_of_weights / software.kernel_efficiency, gathered)
     if job.shards_in_passes:
@@ -680,7 +680,7 @@ def _tensor_collectives(job: Job) -> tuple[float, float]:
     over all heads sum two fp32 statistics per token, forward and backward. Gathers in 8 bits, which
     are one of the two collectives of the forward pass and two of the three of the backward pass,
     take half as long. In Threefold's FP8, only the inputs are gathered in 8 bits, once in each pass
-    (`gathered_width`).
+    (`gathered_size_ratio`).
     """
     layout, software, model = job.layout, job.software, job.model
     row = tokens_per_micro_batch(model, layout) * model.hidden_size * BYTES[job.precision]
@@ -693,7 +693,7 @@ def _tensor_collectives(job: Job) -> tuple[float, float]:
     if layout.sequence_parallel and gathers_inputs_quantized(job):
         forward, backward = forward * 3 / 4, backward * 2 / 3
     elif layout.sequence_parallel:
-        width = gathered_width(job)
+        width = gathered_size_ratio(job)
         forward, backward = forward * (1 + width) / 2, backward * (2 + width) / 3
     if model.qk_norm and model.qk_norm_over == "projection":
         statistics = tokens_per_micro_batch(model, layout) * 2 * BYTES["fp32"]
@@ -916,10 +916,10 @@ def gathers_inputs_quantized(job: Job) -> bool:
     )
 
 
-def gathered_width(job: Job) -> float:
-    """Return the bytes of an input that tensor ranks gather in Threefold's FP8.
+def gathered_size_ratio(job: Job) -> float:
+    """Return the size of a gathered input in Threefold's FP8 relative to the job's precision.
 
-    They are relative to the job's precision, and 1 without this FP8.
+    It is 1 without this FP8.
     """
     if job.quantization is None or not has_own_fp8(job):
         return 1.0

@@ -90,21 +90,21 @@ class DataTraffic:
             weights: seconds of the part of `backward` that runs as a separate pass for gradients of
                 weights; None: the schedule has no such passes
         """
-        ending = backward if weights is None else weights
+        last_pass = backward if weights is None else weights
         buckets = max(1, self.buckets // self.virtual_stages)
-        passing, of_chunk = ending / self.virtual_stages, self.reduced / self.virtual_stages
+        passing, of_chunk = last_pass / self.virtual_stages, self.reduced / self.virtual_stages
         last = exposed_after(passing, (of_chunk, self.between / self.virtual_stages), buckets)
         if self.virtual_stages > 1:  # the last passes of the next chunk hide the sums of this one
-            until_next = self.in_a_row * backward / self.virtual_stages
-            last += (self.virtual_stages - 1) * max(0.0, of_chunk - until_next)
+            until_next_chunk = self.in_a_row * backward / self.virtual_stages
+            last += (self.virtual_stages - 1) * max(0.0, of_chunk - until_next_chunk)
         if self.groups == 1:
             return last
         is_limited = self.in_a_row == 1 or self.every == 1
         running = min(RUNNING_BUCKETS, buckets) if is_limited else buckets
         forward = backward / 2 if self.alternating else 0.0
         of_group = self.every * (forward + backward)
-        until_next = of_group - ending + ending / self.buckets  # until a bucket is complete
-        drained = min(running * of_chunk / buckets, until_next / self.virtual_stages)
+        until_next_bucket = of_group - last_pass + last_pass / self.buckets
+        drained = min(running * of_chunk / buckets, until_next_bucket / self.virtual_stages)
         outlasting = exposed_after(passing, (of_chunk,), buckets) - drained
         earlier = max(0.0, self.virtual_stages * outlasting, self.reduced - of_group)
         return last + (self.groups - 1) * earlier
