@@ -399,7 +399,7 @@ def test_the_gradient_of_many_parts_does_not_saturate_in_bf16() -> None:
     with mock.patch.dict(cost.MAX_LOGITS, cpu=4):  # a token at a time
         found, expected = gradient(torch.bfloat16), gradient(torch.float32)
     assert found.dtype == torch.bfloat16
-    assert difference([found[3].float()], [expected[3]]) < 1e-2  # of a token that is no label
+    assert difference([found[3].float()], [expected[3]]) < 1e-2  # a token that is never a label
 
 
 @pytest.mark.parametrize(("scale", "is_exact"), [(2.0**16, True), (1.0, False)])

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -94,6 +95,11 @@ def whole_shares(weights: Sequence[float]) -> tuple[int, ...]:
     of a run's samples follows from these numbers, so a change here would change what resumed runs
     read.
     """
+    return _whole_shares(tuple(weights))
+
+
+@lru_cache(maxsize=16)  # every step needs those of its mixture
+def _whole_shares(weights: tuple[float, ...]) -> tuple[int, ...]:
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact)
     period = math.lcm(*((weight / total).denominator for weight in exact))
